@@ -42,7 +42,7 @@ from rich.filesize import decimal
 
 from moe_infinity.checkpoint.file_names import INDEX, WHOLE, gguf_models, gguf_parts, shards_of
 from moe_infinity.errors import ConfigError, DownloadError, MoEInfinityError, UnsupportedModelError
-from moe_infinity.system.files import nearest_folder
+from moe_infinity.system.files import is_known, nearest_folder
 
 ANSWER_S = 20.0
 NUM_TRANSFERS = 4  # at once
@@ -177,6 +177,8 @@ def find_download(
     Raises ConfigError, DownloadError, UnsupportedModelError.
     """
     cache = Path(constants.HF_HUB_CACHE)
+    if not is_known(cache):
+        raise ConfigError(f"{cache}: this user has no home folder; HF_HOME may name another place")
     with explained(model, cache, revision=revision):
         info = HfApi().model_info(model, revision=revision, files_metadata=True, timeout=ANSWER_S)
         assert info.sha is not None, model

@@ -39,6 +39,8 @@ def find_local(model: str) -> str | None:
         folder = Path(snapshot_download(model, local_files_only=True, allow_patterns=[]))
     except (LocalEntryNotFoundError, HFValidationError, OSError):
         return None
+    except RuntimeError:  # a user without a home folder has no hub cache
+        return None
     files = (path for path in folder.rglob("*") if path.is_file())
     return weights_in(folder, [path.relative_to(folder).as_posix() for path in files])
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import os
+from pathlib import Path
 
 gc.disable()  # until all is imported: it looks at millions of objects, and none of them goes
 
@@ -16,6 +17,9 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
 
+# Before our kernels, some of which are compiled as they are imported: all workers keep them for the
+# next run, apart from the user's.
+os.environ["XDG_CACHE_HOME"] = str(Path(__file__).parents[1] / ".pytest_cache" / "user-cache")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before transformers: no test asks a hub
 # Before triton, which transformers imports: without a GPU its kernels run in an interpreter.
 os.environ.setdefault("TRITON_INTERPRET", str(int(not torch.cuda.is_available())))
@@ -29,7 +33,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from math import prod
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import hypothesis
@@ -70,9 +73,7 @@ def pytest_report_header() -> list[str]:
     return [f"tests/server left out: not installed: {', '.join(ABSENT)}"] if ABSENT else []
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    """Compiled kernels are kept for the next run, all workers together, apart from the user's."""
-    os.environ["XDG_CACHE_HOME"] = str(config.rootpath / ".pytest_cache" / "user-cache")
+def pytest_configure() -> None:
     if os.environ["TRITON_INTERPRET"] == "0" and not torch.cuda.is_available():
         from tests.experimental.gpu.kernels.compiled import use_absent_gpu
 

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from moe_infinity.errors import CheckpointError
+from moe_infinity.system.files import expanded
 
 WHOLE = ("model.safetensors", "pytorch_model.bin")  # the order in which transformers looks
 INDEX = "{}.index.json"
@@ -90,7 +91,7 @@ def find_gguf(checkpoint: str) -> Path | None:
     config.json, vision parts (mmproj) left aside. None if it names no GGUF file. Raises
     CheckpointError for a folder with several.
     """
-    path = Path(checkpoint).expanduser()
+    path = expanded(checkpoint)
     if path.suffix == ".gguf" and not path.is_dir():
         return path
     if not path.is_dir() or (path / "config.json").exists():

@@ -4,6 +4,7 @@ its weights are packed, its tokenizer.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -95,6 +96,10 @@ def _kind_of_folder(checkpoint: str, *, trust_remote_code: bool) -> Kind:
     except OSError as error:
         raise CheckpointError(f"{checkpoint}: no usable config.json: {error}") from error
     except Exception as error:  # each config class checks in its own way
+        if sys.flags.optimize > 1:
+            raise UnsupportedModelError(
+                "transformers reads docstrings, which python -OO leaves out; -O keeps them"
+            ) from error
         raise UnsupportedModelError(
             f"{checkpoint}: transformers {transformers.__version__} does not understand "
             f"its config.json: {error}"

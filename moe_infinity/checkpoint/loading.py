@@ -28,6 +28,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.utils import logging
 
 from moe_infinity.architectures.adapters import ExpertsModule
 from moe_infinity.checkpoint.file_names import checkpoint_files
@@ -137,7 +138,7 @@ def load_without_experts(
     reader = Reader(num_threads=num_read_threads)
     hook = _LoadHook(kind, reader, prepare, reads_packed, on_bytes)
     try:
-        with few_modules(checkpoint):
+        with few_modules(checkpoint), _no_progress_bar():
             model, info = hook.offloading_class().from_pretrained(
                 checkpoint if kind.gguf is None else None,
                 state_dict=None if kind.gguf is None else {},  # the hook finds the weights
@@ -167,6 +168,20 @@ def load_without_experts(
         model.generation_config = kind.generation
     assert hook.plan is not None
     return LoadedModel(model, hook.plan, reader, hook.plan.header_bytes + reader.bytes_read)
+
+
+@contextmanager
+def _no_progress_bar() -> Iterator[None]:
+    """Inside, transformers shows none: it would count tensors of dense weights, and callers have
+    `on_bytes`.
+    """
+    was_enabled = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            logging.enable_progress_bar()
 
 
 class _LoadHook:

@@ -17,6 +17,7 @@ from threading import Timer
 from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 import typer
+from typer.core import TyperCommand
 
 from moe_infinity.cli.models import config_of, ensure_here, open_model, pull, show_preload
 from moe_infinity.cli.options import (
@@ -45,15 +46,19 @@ from moe_infinity.cli.terminal import (
     shown,
     stderr,
     talk,
+    utf8_only,
     write,
 )
 from moe_infinity.cluster.config import ClusterOptions
-from moe_infinity.errors import ConfigError, MoEInfinityError
+from moe_infinity.errors import MoEInfinityError, OutputError
 from moe_infinity.quantize.options import check_options
 
 if TYPE_CHECKING:
     from moe_infinity.model import MoE
     from moe_infinity.streaming import TextStream
+
+
+NO_THREAD = "can't start new thread"  # what Python says where there is no memory for its stack
 
 
 class RunWatcher(Protocol):
@@ -74,8 +79,21 @@ def build_app(tools: Iterable[Command], run_watcher: type[RunWatcher]) -> typer.
     app.callback()(options_of_all)
     ours: list[Command] = [run_watched_by(run_watcher), chat, serve, pull, inspect, pack]
     for command in (*ours, *tools):
-        app.command()(command)
+        app.command(cls=TextCommand)(command)
     return app
+
+
+class TextCommand(TyperCommand):
+    """A command whose options are UTF-8, but for names of files. Raises ConfigError."""
+
+    def invoke(self, ctx: Any) -> Any:
+        for option in self.params:
+            given = ctx.params.get(option.name or "")
+            for text in given if isinstance(given, list) else [given]:
+                if isinstance(text, str):
+                    with utf8_only(option.opts[0]):
+                        text.encode()
+        return super().invoke(ctx)
 
 
 def run_app(app: typer.Typer) -> None:
@@ -84,14 +102,28 @@ def run_app(app: typer.Typer) -> None:
     logging.setLogRecordFactory(PrintableRecord)
     try:
         prepare_streams()
+        require_folder()
         app()
     except MoEInfinityError as error:
         stderr.print(f"[bold red]error:[/bold red] {shown(error)}", soft_wrap=True)
+        sys.exit(1)
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and str(error) != NO_THREAD:
+            raise
+        stderr.print("[bold red]error:[/bold red] the system gives this process no more memory")
         sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)
     finally:  # torch takes a second to exit; a second Ctrl-C then gives a traceback
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def require_folder() -> None:
+    """Raises OutputError in a folder that was deleted, where torch ends the process."""
+    try:
+        Path.cwd()
+    except FileNotFoundError as error:
+        raise OutputError("the current folder was deleted: change to another one") from error
 
 
 def _press_again(dropped: Any) -> None:
@@ -170,11 +202,9 @@ def run_watched_by(watcher: type[RunWatcher]) -> Command:
 
 def _text_of(prompt: str) -> str:
     """The prompt, or stdin for "-". Raises ConfigError for bytes that are no UTF-8."""
-    try:
+    with utf8_only("the prompt"):
         text = sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt
         text.encode()
-    except UnicodeError as error:
-        raise ConfigError(f"the prompt is not UTF-8 text: {error}") from error
     return text
 
 

@@ -133,13 +133,10 @@ def open_model(model: str, *, yes: bool, **options: Any) -> Iterator[MoE]:
     config = config_of(options)
     checkpoint = checkpoint_for(model, yes=yes, cluster=options.get("cluster"))
     # Imported here: torch and transformers take seconds to import.
-    from transformers.utils.logging import disable_progress_bar
-
     from moe_infinity.cluster.model import ClusterMoE
     from moe_infinity.model import MoE
 
     model_class = ClusterMoE if isinstance(config, ClusterConfig) else MoE
-    disable_progress_bar()  # of transformers
     with byte_bar("loading weights") as on_bytes:
         moe = model_class(checkpoint, config, on_bytes=on_bytes)
     with moe:

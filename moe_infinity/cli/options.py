@@ -13,6 +13,7 @@ import typer
 
 from moe_infinity.cache.policies import ACTIVATION_AWARE, POLICIES
 from moe_infinity.errors import CheckpointError, ConfigError
+from moe_infinity.system.files import expanded
 
 # Where the extra demo installs what these names mean.
 BUNDLED = {"demo": "moe_infinity_demo", "demo-long": "moe_infinity_demo.long"}
@@ -30,7 +31,7 @@ def checkpoint_named(model: str | None) -> str | None:
     ConfigError if it is not, and there is no such folder either; CheckpointError for a path with
     nothing at its end.
     """
-    if model and model.startswith((".", "/", "~")) and not Path(model).expanduser().exists():
+    if model and model.startswith((".", "/", "~")) and not expanded(model).exists():
         raise CheckpointError(f"{model}: there is no such folder or file")
     if model not in BUNDLED or Path(model).exists():
         return model

@@ -22,7 +22,7 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-from moe_infinity.errors import OutputError
+from moe_infinity.errors import ConfigError, OutputError
 from moe_infinity.printable import printable_lines
 
 OnProgress = Callable[[int, int], None]  # done, of how many
@@ -55,12 +55,25 @@ def user_lines() -> Iterator[str]:
     """Lines typed after a prompt sign, until an empty line or the end of input."""
     while True:
         try:
-            line = stderr.input("[bold]> [/bold]").strip()
+            with utf8_only("the input"):
+                line = stderr.input("[bold]> [/bold]").strip()
+                line.encode()
         except (EOFError, KeyboardInterrupt):
             return
         if not line:
             return
         yield line
+
+
+@contextmanager
+def utf8_only(what: str) -> Iterator[None]:
+    """Raises ConfigError for a UnicodeError inside: Python may also read other bytes as surrogates,
+    which `encode` refuses.
+    """
+    try:
+        yield
+    except UnicodeError as error:
+        raise ConfigError(f"{what} is not UTF-8 text: {error}") from error
 
 
 def write(text: str) -> None:

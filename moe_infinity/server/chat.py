@@ -295,7 +295,8 @@ class ChatBody(GenerationBody):
     @property
     def max_calls(self) -> int | None:
         """The most tool calls in one answer; None for any number."""
-        return 1 if self.parallel_tool_calls is False or self.calls_one_function else None
+        has_one = self.parallel_tool_calls is False or self.calls_one_function
+        return 1 if has_one or self.called_name is not None else None
 
     @property
     def calls_one_function(self) -> bool:

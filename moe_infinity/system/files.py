@@ -191,3 +191,13 @@ def locked(path: Path) -> Iterator[None]:
         yield
     finally:
         lock.release()
+
+
+def expanded(path: str | Path) -> Path:
+    """The path with the folder that "~" names. It stays as it is where there is none."""
+    return Path(os.path.expanduser(path))
+
+
+def is_known(path: Path) -> bool:
+    """True unless the path is in the home folder of a user who has none."""
+    return not str(expanded(path)).startswith("~")

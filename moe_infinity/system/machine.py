@@ -13,6 +13,7 @@ import platform
 import signal
 import struct
 from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from threading import main_thread
@@ -20,6 +21,7 @@ from typing import NamedTuple
 
 import psutil
 
+from moe_infinity.errors import MoEInfinityError
 from moe_infinity.system import linux
 
 NODES = Path("/sys/devices/system/node")
@@ -89,23 +91,39 @@ def _cores(text: str) -> list[int]:
     return cores
 
 
+@contextmanager
+def _asking(what: str) -> Iterator[None]:
+    """Raises MoEInfinityError where the system does not tell."""
+    try:
+        yield
+    except (OSError, psutil.Error) as error:
+        raise MoEInfinityError(
+            f"the system does not say {what}: {error}\nhint: on Linux, mount /proc"
+        ) from error
+
+
 def machine_memory_bytes() -> int:
-    """Bytes of physical memory, or the control group's limit if that is less."""
+    """Bytes of physical memory, or the control group's limit if that is less. Raises
+    MoEInfinityError.
+    """
     limits = [limit.num_bytes for limit in memory_limits()]
-    return min([int(psutil.virtual_memory().total), *limits])
+    with _asking("how much memory there is"):
+        return min([int(psutil.virtual_memory().total), *limits])
 
 
 def available_memory_bytes() -> int:
     """Bytes that can be allocated without swapping, by the operating system's own estimate and
-    within the limits of our control groups.
+    within the limits of our control groups. Raises MoEInfinityError.
     """
     left = [limit.num_bytes - limit.used_bytes for limit in memory_limits()]
-    return max(min([int(psutil.virtual_memory().available), *left]), 0)
+    with _asking("how much memory is free"):
+        return max(min([int(psutil.virtual_memory().available), *left]), 0)
 
 
 def own_bytes() -> int:
-    """Memory that this process has for itself, and would leave free."""
-    memory = psutil.Process().memory_info()
+    """Memory that this process has for itself, and would leave free. Raises MoEInfinityError."""
+    with _asking("how much memory this process has"):
+        memory = psutil.Process().memory_info()
     return int(memory.rss - getattr(memory, "shared", 0))  # the second is not known everywhere
 
 

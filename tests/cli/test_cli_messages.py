@@ -7,10 +7,17 @@ import os
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import transformers
+
+from moe_infinity.checkpoint import kind
+from moe_infinity.cli import chat_client
+from moe_infinity.tools.doctor import examination
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -111,7 +118,79 @@ def test_help_is_code_0_on_stdout(command, args):
 def test_a_prompt_that_is_no_utf8_is_refused_before_a_model_is_looked_for(command, args):
     outcome = command("run", "no-such-model", *args, stdin="caf\udcc3")
     assert (outcome.code, outcome.out) == (1, "")
-    assert outcome.said("the prompt is not UTF-8 text")
+    assert outcome.said("prompt is not UTF-8 text")
+
+
+@pytest.mark.parametrize(
+    ("args", "named"),
+    [
+        (["inspect", "caf\udcc3"], "model"),
+        (["serve", "no-such-model", "--api-key", "a", "--api-key", "caf\udcc3"], "--api-key"),
+        (["run", "no-such-model", "-p", "x", "--config", "caf\udcc3"], "--config"),
+    ],
+)
+def test_an_option_that_is_no_utf8_is_named(command, args, named):
+    """Tokenizers cannot open such a folder, and no request or answer can have such a name."""
+    outcome = command(*args)
+    assert (outcome.code, outcome.out) == (1, "")
+    assert outcome.said(f"error: {named} is not UTF-8 text")
+
+
+def test_a_file_may_have_a_name_that_is_no_utf8(command, tmp_path):
+    traces = tmp_path / "caf\udcc3.npz"
+    traces.touch()
+    outcome = command("simulate", traces)
+    assert outcome.code == 1
+    assert "UTF-8" not in outcome.err
+
+
+def test_a_message_of_a_chat_that_is_no_utf8_ends_it(command, monkeypatch):
+    def answer(*_: object) -> Iterator[str]:
+        raise AssertionError("it must not be sent")
+
+    monkeypatch.setattr(chat_client, "stream_chat", answer)
+    monkeypatch.setattr("builtins.input", lambda: "caf\udcc3")
+    outcome = command("chat", "--url", "http://127.0.0.1:1")
+    assert outcome.code == 1
+    assert outcome.said("error: the input is not UTF-8 text")
+
+
+def test_a_deleted_folder_is_an_error_at_once(tmp_path):
+    """torch would end the process with a message of its own."""
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    command = f"rmdir {shlex.quote(str(gone))}; exec {shlex.quote(sys.executable)} -m moe_infinity"
+    path = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(
+        ["sh", "-c", f"{command} doctor"], cwd=gone, env=path, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == "error: the current folder was deleted: change to another one\n"
+
+
+def test_without_docstrings_it_is_said_that_transformers_needs_them(
+    command, tiny_checkpoint, monkeypatch
+):
+    """Once its config.json was said to be wrong. A process with -OO would compile all of torch."""
+
+    def parse_docstring(*_: object, **__: object) -> None:
+        raise ValueError("No `Args` section is found in the docstring")
+
+    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", parse_docstring)
+    assert command("inspect", tiny_checkpoint).said("does not understand its config.json")
+    monkeypatch.setattr(kind, "sys", SimpleNamespace(flags=SimpleNamespace(optimize=2)))
+    assert command("inspect", tiny_checkpoint).said("docstrings, which python -OO leaves out")
+
+
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("can't start new thread")])
+def test_a_process_without_more_memory_says_so(command, monkeypatch, error):
+    def fail(**_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(examination, "examine", fail)
+    outcome = command("doctor", "--quick")
+    assert outcome.code == 1
+    assert outcome.said("error: the system gives this process no more memory")
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])

@@ -22,7 +22,8 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 GENERATING = ("/chat/completions", "/responses", "/messages", "/api/chat")
-ENDS = (b"data: [DONE]", b"event: response.completed", b"event: message_stop", b'"done":true')
+ENDS = (b"data: [DONE]", b"event: response.completed", b"event: message_stop", b'"done": true')
+OTHER_WAY = b"thread_unsupported_request"  # Anthropic's libraries then send the whole conversation
 METHODS = ["GET", "POST", "HEAD", "OPTIONS", "DELETE"]
 HOP_BY_HOP = {"connection", "content-length", "date", "host", "server", "transfer-encoding"}
 
@@ -49,8 +50,9 @@ class Exchange:
     @property
     def ended_well(self) -> bool:
         """Its answer came, and a stream has the event with which its API ends."""
-        is_complete = self.is_over and self.status == 200
-        return is_complete and (not self.is_stream or any(end in self.answer for end in ENDS))
+        if self.is_stream:  # whose end some clients do not wait for after that event
+            return self.status == 200 and any(end in self.answer for end in ENDS)
+        return self.is_over and self.status == 200
 
     @property
     def has_result(self) -> bool:
@@ -111,15 +113,17 @@ class Proxy:
 
     @property
     def generated(self) -> list[Exchange]:
-        return [exchange for exchange in self.exchanges if exchange.generates]
+        return [e for e in self.exchanges if e.generates and OTHER_WAY not in e.answer]
 
     @property
     def refused(self) -> list[str]:
-        """What the server would not do, in its words. A look for what there is may fail."""
+        """What the server would not do, in its words. A look for what there is may fail, and so
+        may what a client then does in another way.
+        """
         return [
             f"{e.method} {e.path} {e.status} {e.answer.decode(errors='replace')[:300]}"
             for e in self.exchanges
-            if e.method == "POST" and e.status >= 400
+            if e.method == "POST" and e.status >= 400 and OTHER_WAY not in e.answer
         ]
 
     def is_idle(self) -> bool:

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
+from moe_infinity.errors import MoEInfinityError
 from moe_infinity.system import machine
 
 Partition = namedtuple("Partition", "device mountpoint fstype opts")
@@ -170,3 +171,15 @@ def test_available_is_never_negative(group):
 
 def test_this_machine_has_memory_and_no_more_free_than_it_has():
     assert 0 < machine.available_memory_bytes() <= machine.machine_memory_bytes() <= PHYSICAL
+
+
+@pytest.mark.parametrize(
+    "read", [machine.machine_memory_bytes, machine.available_memory_bytes, machine.own_bytes]
+)
+def test_a_system_that_does_not_say_what_memory_it_has_is_an_error(read, tmp_path, monkeypatch):
+    """Once a traceback of psutil's, in a container without /proc."""
+    if not Path("/proc").exists():
+        pytest.skip("psutil reads elsewhere")
+    monkeypatch.setattr(psutil, "PROCFS_PATH", str(tmp_path))
+    with pytest.raises(MoEInfinityError, match="does not say how much memory .*\nhint: .*/proc"):
+        read()

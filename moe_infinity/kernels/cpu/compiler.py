@@ -30,7 +30,7 @@ from numba import cfunc, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from moe_infinity.system.files import make_private_folder, private_files
+from moe_infinity.system.files import is_known, make_private_folder, private_files
 
 PACKAGE = Path(__file__).resolve().parents[2]
 UNUSED_S = 30 * 24 * 3600  # a folder of another version that was not used for so long is deleted
@@ -117,8 +117,13 @@ def cache_folder() -> Path | None:
     """The folder of compiled kernels; None if nothing can be written there."""
     folder = place_of_kernels()
     try:
+        if not is_known(folder):
+            raise FileNotFoundError("this user has no home folder")
+        is_first_start = not folder.exists()
         make_private_folder(folder, num_own=3)
         (folder / "last-use").touch(mode=0o600)
+        if is_first_start:
+            logger.warning("compiling kernels (once): later starts find them in %s", folder)
         _delete_unused(folder.parent)
     except OSError as error:
         _warn(folder, error)
@@ -127,8 +132,13 @@ def cache_folder() -> Path | None:
 
 
 def place_of_kernels() -> Path:
-    """The folder for what this state of the package compiles on this processor."""
-    return platformdirs.user_cache_path("moe-infinity") / "kernels" / _version()
+    """The folder for what this state of the package compiles on this processor, which begins with
+    "~" if the user has no home folder.
+    """
+    cache_of_user = Path("~/.cache/moe-infinity")
+    with suppress(RuntimeError):  # there is no home folder; older versions return that path
+        cache_of_user = platformdirs.user_cache_path("moe-infinity")
+    return cache_of_user / "kernels" / _version()
 
 
 def _version() -> str:

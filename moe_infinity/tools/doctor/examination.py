@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_infinity.system import linux, machine
-from moe_infinity.system.files import nearest_folder, open_past_cache, open_to_read
+from moe_infinity.system.files import is_known, nearest_folder, open_past_cache, open_to_read
 from moe_infinity.system.linux import is_cached
 from moe_infinity.system.machine import available_memory_bytes, machine_memory_bytes
 from moe_infinity.system.memory import zeroed_memory
@@ -168,7 +168,7 @@ def _kernels() -> Line:
     folder = place_of_kernels()
     files = list(folder.glob("*/*.nbc"))
     num_bytes = sum(file.stat().st_size for file in files)
-    is_writable = os.access(nearest_folder(folder), os.W_OK | os.X_OK)
+    is_writable = is_known(folder) and os.access(nearest_folder(folder), os.W_OK | os.X_OK)
     return lines.kernels_line(folder, len(files), num_bytes, is_writable=is_writable)
 
 

@@ -18,6 +18,7 @@ from moe_infinity.memory.device import AUTOMATIC_SHARE as GPU_SHARE
 from moe_infinity.memory.device import LEAST_ROOM_SHARE
 from moe_infinity.memory.slots import AUTOMATIC_SHARE as HOST_SHARE
 from moe_infinity.sizes import format_bytes, parse_size
+from moe_infinity.system.files import expanded
 from moe_infinity.tools.planning.machine import PlanMachine
 from moe_infinity.tools.planning.remote import hollow_copy
 
@@ -232,7 +233,7 @@ def sizes_of(model: str) -> ModelSizes:
         with hollow_copy(model) as path:
             return _sizes(model, plan_from_headers(str(path), dtype="auto"), None)
     plan = plan_from_headers(found, dtype="auto")
-    path = Path(found).expanduser()
+    path = expanded(found)
     return _sizes(model, plan, path if path.is_dir() else path.parent)
 
 

@@ -1,5 +1,6 @@
 """OpenAI's agents: the Responses API, which is their default, and chat."""
 
+import asyncio
 from typing import Literal
 
 from agents import (
@@ -12,11 +13,19 @@ from agents import (
     set_tracing_disabled,
 )
 from common import API, LONG, MODEL, PROMPT, V1, City, do
-from openai import AsyncOpenAI
+from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
 set_tracing_disabled(True)
+is_answered = asyncio.Event()
+
+
+async def note_answer(_):
+    is_answered.set()
+
+
+http = DefaultAsyncHttpxClient(event_hooks={"response": [note_answer]})
 wire = {"responses": OpenAIResponsesModel, "chat": OpenAIChatCompletionsModel}[API]
-model = wire(MODEL, AsyncOpenAI(base_url=V1, api_key="none", max_retries=0))
+model = wire(MODEL, AsyncOpenAI(base_url=V1, api_key="none", max_retries=0, http_client=http))
 cities = []
 
 
@@ -33,29 +42,21 @@ def plain():
     ).final_output
 
 
-async def streaming(prompt, is_cut):
-    run = Runner.run_streamed(Agent(name="a", model=model), prompt)
-    events = 0
-    async for _ in run.stream_events():
-        events += 1
-        if is_cut:
-            run.cancel()
-    assert events
-
-
 def stream():
-    import asyncio
+    async def streaming():
+        run = Runner.run_streamed(Agent(name="a", model=model), PROMPT)
+        return [event async for event in run.stream_events()]
 
-    asyncio.run(streaming(PROMPT, is_cut=False))
+    assert asyncio.run(streaming())
 
 
 def cancel():
-    import asyncio
-
     async def cut():
-        task = asyncio.create_task(streaming(LONG, is_cut=True))
-        await asyncio.sleep(2)
-        task.cancel()
+        run = Runner.run_streamed(Agent(name="a", model=model), LONG)
+        await is_answered.wait()  # with headers, long before the prompt is read
+        run.cancel()
+        async for _ in run.stream_events():
+            pass
 
     asyncio.run(cut())
 

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import platformdirs
 import pytest
 from numba import types
 from numba.core.caching import IndexDataCacheFile
@@ -146,6 +147,31 @@ def test_a_link_in_the_place_of_the_folder_is_not_followed(home, tmp_path_factor
     (home / "moe-infinity").symlink_to(tmp_path_factory.mktemp("elsewhere"))
     assert num_loaded(add_two()) == 0
     assert "is no folder" in caplog.text
+
+
+def no_home(*_: object, **__: object) -> Path:
+    raise RuntimeError("could not determine the home directory")
+
+
+@pytest.mark.parametrize("answer", [no_home, lambda *_: Path("~/.cache/moe-infinity")])
+def test_without_a_home_folder_kernels_work_and_a_warning_says_so(
+    home, monkeypatch, caplog, answer
+):
+    """A user without a passwd entry and HOME; older versions of platformdirs do not raise."""
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", "~")
+    monkeypatch.chdir(home)
+    monkeypatch.setattr(platformdirs, "user_cache_path", answer)
+    assert num_loaded(add_two()) == 0
+    assert caplog.text.count(WARNING) == 1
+    assert not list(home.iterdir())
+
+
+def test_the_first_start_says_that_it_compiles(home, caplog):
+    for _ in range(2):
+        add_two()
+        forget()
+    assert caplog.text.count("compiling kernels (once)") == 1
 
 
 def test_on_a_full_disk_kernels_work_and_a_warning_says_so_once(home, monkeypatch, caplog):
