@@ -107,6 +107,13 @@ def run_app(app: typer.Typer) -> None:
     except MoEInfinityError as error:
         stderr.print(f"[bold red]error:[/bold red] {shown(error)}", soft_wrap=True)
         sys.exit(1)
+    except OSError as error:
+        from moe_infinity.system.machine import NotTold  # and psutil
+
+        if not isinstance(error, NotTold):
+            raise
+        stderr.print(f"[bold red]error:[/bold red] {shown(error)}", soft_wrap=True)
+        sys.exit(1)
     except (MemoryError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and str(error) != NO_THREAD:
             raise

@@ -1,4 +1,4 @@
-"""What `moe-infinity pack` can be asked for. Without torch."""
+"""The options of `moe-infinity pack`, without torch."""
 
 from __future__ import annotations
 

@@ -21,7 +21,6 @@ from typing import NamedTuple
 
 import psutil
 
-from moe_infinity.errors import MoEInfinityError
 from moe_infinity.system import linux
 
 NODES = Path("/sys/devices/system/node")
@@ -37,6 +36,10 @@ class MemoryLimit(NamedTuple):
 
     num_bytes: int
     used_bytes: int  # and cannot be freed
+
+
+class NotTold(OSError):
+    """The system does not say how much memory there is."""
 
 
 class Mount(NamedTuple):
@@ -93,18 +96,18 @@ def _cores(text: str) -> list[int]:
 
 @contextmanager
 def _asking(what: str) -> Iterator[None]:
-    """Raises MoEInfinityError where the system does not tell."""
+    """Raises NotTold where the system does not tell."""
     try:
         yield
     except (OSError, psutil.Error) as error:
-        raise MoEInfinityError(
+        raise NotTold(
             f"the system does not say {what}: {error}\nhint: on Linux, mount /proc"
         ) from error
 
 
 def machine_memory_bytes() -> int:
     """Bytes of physical memory, or the control group's limit if that is less. Raises
-    MoEInfinityError.
+    NotTold.
     """
     limits = [limit.num_bytes for limit in memory_limits()]
     with _asking("how much memory there is"):
@@ -113,7 +116,7 @@ def machine_memory_bytes() -> int:
 
 def available_memory_bytes() -> int:
     """Bytes that can be allocated without swapping, by the operating system's own estimate and
-    within the limits of our control groups. Raises MoEInfinityError.
+    within the limits of our control groups. Raises NotTold.
     """
     left = [limit.num_bytes - limit.used_bytes for limit in memory_limits()]
     with _asking("how much memory is free"):
@@ -121,7 +124,7 @@ def available_memory_bytes() -> int:
 
 
 def own_bytes() -> int:
-    """Memory that this process has for itself, and would leave free. Raises MoEInfinityError."""
+    """Memory that this process has for itself, and would leave free. Raises NotTold."""
     with _asking("how much memory this process has"):
         memory = psutil.Process().memory_info()
     return int(memory.rss - getattr(memory, "shared", 0))  # the second is not known everywhere

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import transformers
 
@@ -180,6 +181,13 @@ def test_without_docstrings_it_is_said_that_transformers_needs_them(
     assert command("inspect", tiny_checkpoint).said("does not understand its config.json")
     monkeypatch.setattr(kind, "sys", SimpleNamespace(flags=SimpleNamespace(optimize=2)))
     assert command("inspect", tiny_checkpoint).said("docstrings, which python -OO leaves out")
+
+
+def test_a_system_without_proc_is_said(command, tiny_checkpoint, monkeypatch, tmp_path):
+    monkeypatch.setattr(psutil, "PROCFS_PATH", str(tmp_path))
+    outcome = command("run", tiny_checkpoint, "-p", "w5")
+    assert outcome.code == 1
+    assert outcome.said("error: the system does not say how much memory is free")
 
 
 @pytest.mark.parametrize("error", [MemoryError(), RuntimeError("can't start new thread")])

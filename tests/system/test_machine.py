@@ -10,7 +10,6 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from moe_infinity.errors import MoEInfinityError
 from moe_infinity.system import machine
 
 Partition = namedtuple("Partition", "device mountpoint fstype opts")
@@ -181,5 +180,5 @@ def test_a_system_that_does_not_say_what_memory_it_has_is_an_error(read, tmp_pat
     if not Path("/proc").exists():
         pytest.skip("psutil reads elsewhere")
     monkeypatch.setattr(psutil, "PROCFS_PATH", str(tmp_path))
-    with pytest.raises(MoEInfinityError, match="does not say how much memory .*\nhint: .*/proc"):
+    with pytest.raises(machine.NotTold, match="does not say how much memory .*\nhint: .*/proc"):
         read()
