@@ -85,6 +85,9 @@ def _kind_of_folder(checkpoint: str, *, trust_remote_code: bool) -> Kind:
             f"{checkpoint}: no usable config.json: the folder has none\n"
             "hint: name the folder that has it beside the weights"
         )
+    for entry in path.iterdir() if path.is_dir() else ():
+        if entry.exists() and not (entry.is_file() or entry.is_dir()):
+            raise CheckpointError(f"{entry}: neither a file nor a folder: nobody can read it twice")
     _check_configs(checkpoint, trust_remote_code=trust_remote_code)
     try:
         config = transformers.AutoConfig.from_pretrained(

@@ -89,7 +89,7 @@ def _lines(response: httpx.Response) -> Iterator[str]:
 def _refusal_of(response: httpx.Response) -> str:
     """The message of an answer that is not 200."""
     if response.is_redirect:
-        where = printable(response.headers["location"])
+        where = printable(response.headers["location"], MAX_SHOWN)
         return f"it redirects to {where}: if you trust that address, give it as --url"
     body = bytearray()
     for received in response.iter_raw():

@@ -27,7 +27,7 @@ from moe_infinity.cluster import steps
 from moe_infinity.cluster.port import GLANCE_S, Port
 from moe_infinity.cluster.share import Share, put_share, share_of
 from moe_infinity.cluster.steps import HEAD, LayerRouting, RowsRequest
-from moe_infinity.cluster.wire import Wire, WireMessage
+from moe_infinity.cluster.wire import MOST_SHOWN, Wire, WireMessage
 from moe_infinity.engine.fused import FusedWork
 from moe_infinity.engine.torch_backend import TorchWork
 from moe_infinity.errors import ConfigError, HostLost
@@ -96,7 +96,7 @@ class Host:
             pass
         self._most_bytes = 0
         if "error" in message.fields:
-            raise HostLost(printable(message.fields["error"]))
+            raise HostLost(printable(message.fields["error"], MOST_SHOWN))
         out = message.tensors.get("out")
         like = self._outputs
         assert like is not None, "ask() comes first"
@@ -111,14 +111,14 @@ class Host:
         """The share that the host says it has. Raises HostLost if there is none such."""
         told = self._receive(time.monotonic() + SIGNS_S).fields.get("share_idx")
         if type(told) is not int or not 1 <= told <= num_hosts:
-            raise HostLost(f"there is no share {printable(told)}")
+            raise HostLost(f"there is no share {printable(told, MOST_SHOWN)}")
         return told
 
     def check_digest(self, digest: str) -> None:
         """Wait until the host has opened the checkpoint. Raises HostLost if it is another."""
         told = self._receive(time.monotonic() + OPEN_S).fields
         if told.get("digest") != digest:
-            raise HostLost(printable(told.get("error") or "it has another checkpoint"))
+            raise HostLost(printable(told.get("error") or "it has another checkpoint", MOST_SHOWN))
 
     def measure(self) -> None:
         """How long an exchange takes. Raises HostLost."""

@@ -36,6 +36,7 @@ MOST_HEAD_BYTES = 8 << 20  # far above what thousands of events take
 MOST_BODY_BYTES = 1 << 30
 LEAST_BYTES_PER_S = 1 << 20  # a hundredth of what a slow network has
 AT_ONCE_BYTES = 64 << 10  # a shorter message is sent in one piece
+MOST_SHOWN = 200  # letters of what another host says
 ALIGNMENT = 16  # of a tensor in the body
 GREETING_S = 10.0  # for the other end to prove what it knows
 SILENT_S = 10  # after so long the system asks whether the other end is there
@@ -147,7 +148,7 @@ class Wire:
             fields, about = json.loads(head)
             return WireMessage(dict(fields), dict(_tensors(about, body)))
         except Exception as error:  # of JSON or torch: any kind
-            raise HostLost(f"sent what is no message: {printable(error)}") from error
+            raise HostLost(f"sent what is no message: {printable(error, MOST_SHOWN)}") from error
 
     def read(self, num_bytes: int, give_up_at: float | None = None) -> tuple[bytearray, float]:
         """So many bytes, and when the first one came. Without `give_up_at` they begin a message.

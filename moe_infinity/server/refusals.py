@@ -131,6 +131,15 @@ def _refused_by_fields(error: RequestValidationError) -> Refused:
     return Refused(400, f"{place}: {message}", param=param)
 
 
+def refuse_two_lengths(request: HttpRequest) -> None:
+    """Raises Refused for a body with two lengths. A proxy that goes by the other one would take the
+    rest for the request of somebody else, so the connection ends, too.
+    """
+    if "content-length" in request.headers and "transfer-encoding" in request.headers:
+        message = "give either Content-Length or Transfer-Encoding"
+        raise Refused(400, message, headers={"Connection": "close"}, code="two_lengths")
+
+
 def refuse_other_sites(request: HttpRequest) -> None:
     """Raises Refused for a request that a page of another site sends from a user's browser.
 

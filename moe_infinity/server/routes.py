@@ -70,6 +70,7 @@ class Guard:
 
     def admit(self, request: HttpRequest, kind: type[BaseModel] | None) -> JsonRequest:
         """The request with its owner and its client, for a body of this kind. Raises Refused."""
+        refusals.refuse_two_lengths(request)
         origin = request.headers.get("origin")
         if origin is None or not {origin, "*"} & set(self.allowed_origins):
             refusals.refuse_other_sites(request)
