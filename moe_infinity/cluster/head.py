@@ -16,10 +16,12 @@ import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
+from math import isfinite
 from threading import Event, Lock, Thread
 from typing import Any, Protocol
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -103,7 +105,7 @@ class Host:
         if out is None or (out.shape, out.dtype) != (like.shape, like.dtype):
             sent = "no rows" if out is None else f"{list(out.shape)} of {out.dtype}"
             raise HostLost(f"it sent {sent}, not {list(like.shape)} of {like.dtype}")
-        if not out.isfinite().all():
+        if not isfinite(out.sum(dtype=torch.float32)):  # in a tenth of the time of Tensor.isfinite
             raise HostLost("it sent numbers that are not finite")
         return out
 
