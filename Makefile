@@ -3,7 +3,7 @@
 
 PYTHON ?= python3
 PROMPT ?= The old house stood at the edge of the moor, and
-FAST := "not slow and not gpu and not network and not weights and not browser and not cluster and not clients"
+FAST := "not slow and not gpu and not network and not weights and not browser and not cluster and not clients and not attack"
 BOOKKEEPING := $(addprefix tests/,cache predict tools/simulator)
 BENCHMARKS := benchmarks/machinery.py benchmarks/policies/cost.py
 
@@ -53,9 +53,9 @@ test-oldest: ## fast tests with the oldest versions that pyproject.toml allows, 
 
 # Coverage is for the parts without torch, by their own tests: it would slow down the others.
 test-all: $(INSTALLED) ## every test that needs no GPU, and the coverage gate of the parts without torch
-	$(BIN)/python -m pytest -m "not gpu and not clients" $(BOOKKEEPING) --cov --cov-report=
+	$(BIN)/python -m pytest -m "not gpu and not clients and not attack" $(BOOKKEEPING) --cov --cov-report=
 	$(BIN)/python -m coverage report --fail-under=100
-	$(BIN)/python -m pytest -n 2 -m "not gpu and not cluster and not clients" tests $(BOOKKEEPING:%=--ignore=%)
+	$(BIN)/python -m pytest -n 2 -m "not gpu and not cluster and not clients and not attack" tests $(BOOKKEEPING:%=--ignore=%)
 
 # Each has other last bits than the machine it runs on; those by number are in tests/other_machine.py.
 ROUNDINGS ?= ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE OMP_NUM_THREADS=1 OTHER_ROUNDING=1 OTHER_ROUNDING=2
@@ -72,6 +72,10 @@ test-cluster: $(INSTALLED) ## what needs Ray, which it installs into .venv
 # Not in parallel: one client after another has the machine for its prompt.
 test-clients: $(INSTALLED) ## agents and libraries of others against a server, in .clients
 	$(BIN)/python -m pytest -m clients tests/clients $(if $(CLIENT),-k $(CLIENT))
+
+# One kind after another, each beside a client whose answers are checked. The machine should be quiet.
+attack: $(INSTALLED) ## an hour of hostile requests against a server with 2 GiB of memory
+	$(BIN)/python -m pytest -m attack tests/attack $(if $(KIND),-k $(KIND))
 
 # transformers' repository at the tag of the installed version.
 TRANSFORMERS_SOURCE ?= .transformers

@@ -22,6 +22,7 @@ from moe_infinity.server import limits
 from moe_infinity.server.preparation import GONE, Preparation
 from moe_infinity.server.refusals import BadRequest, Refused, refused_by, require_within
 
+LARGE = 256 * limits.KIB  # bytes of a body that takes much memory while it is prepared
 SMALL = 16 << 10  # bytes of a body that is read at once, which takes a few milliseconds at most
 STRING = re.compile(rb'"[^"]*"')  # one that knew escapes would try again at each of them
 
@@ -83,7 +84,7 @@ class JsonRequest(HttpRequest):
     async def body(self) -> bytes:
         """The whole body. Raises Refused (408) if it takes too long."""
         try:
-            return await asyncio.wait_for(super().body(), limits.UPLOAD_S.most)
+            data = await asyncio.wait_for(super().body(), limits.UPLOAD_S.most)
         except ClientDisconnect as error:
             raise Refused(GONE, "the client has gone", code="cancelled") from error
         except asyncio.TimeoutError as error:
@@ -93,6 +94,8 @@ class JsonRequest(HttpRequest):
             raise Refused(
                 limits.UPLOAD_S.status, message, headers, code="upload_timeout"
             ) from error
+        self.state.is_large = len(data) > LARGE
+        return data
 
     async def json(self) -> Any:
         """The body, as its kind. Raises Refused."""

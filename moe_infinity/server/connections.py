@@ -119,12 +119,14 @@ class Connection(H11Protocol):
 
     def _is_in_crumbs(self, data: bytes) -> bool:
         """True for a body in chunks of a few bytes, each of which costs as much as a large one."""
-        return (
-            self.conn.their_state is h11.SEND_BODY
-            and len(data) >= limits.KIB
-            and data.count(CHUNK_END) * limits.CHUNK_BYTES.most > 2 * len(data)
-            and (b"transfer-encoding", b"chunked") in self.headers
-        )
+        if len(data) < limits.KIB:
+            return False
+        if self.conn.their_state is h11.SEND_BODY:
+            is_chunked = (b"transfer-encoding", b"chunked") in self.headers
+        else:
+            head, _, data = data.partition(2 * CHUNK_END)
+            is_chunked = b"chunked" in head.lower()
+        return is_chunked and data.count(CHUNK_END) * limits.CHUNK_BYTES.most > 2 * len(data)
 
 
 def most_connections() -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-BURST = 5  # lines of a kind that may come at once; then there is one a second
+BURST = 20  # lines of a kind that may come at once; then there is one a second
 KINDS = 1_000  # that are remembered
 LOGGERS = (
     "asyncio",
@@ -12,6 +12,7 @@ LOGGERS = (
     "moe_infinity.server.connections",
     "moe_infinity.server.engine",
     "moe_infinity.server.exchange",
+    "moe_infinity.server.fields",
     "moe_infinity.server.messages",
     "moe_infinity.server.prompts",
     "moe_infinity.server.routes",

@@ -26,12 +26,12 @@ class Limit:
 
 
 # Of a body, before it is read.
-ITEMS = Limit("objects, arrays, names and values of JSON, together", 500_000, "items", 413)
+ITEMS = Limit("objects, arrays, names and values of JSON, together", 300_000, "items", 413)
 DEPTH = Limit("arrays and objects inside each other", 200, "levels", 400)
 UPLOAD_S = Limit("time for a whole body", 30, "s", 408)
 CHUNK_BYTES = Limit("bytes of a chunk of a body on average, at least", 16, "bytes", 0)
-BODIES = Limit("bodies of all clients that are read or prepared", 64 * MIB, "bytes", 429)
-BODIES_OF_ONE = Limit("those bodies of one client", 32 * MIB, "bytes", 429)
+BODIES = Limit("bodies of all clients that are read or prepared", 32 * MIB, "bytes", 429)
+BODIES_OF_ONE = Limit("those bodies of one client", 16 * MIB, "bytes", 429)
 # Of its lists and objects, by field.
 PROMPTS = Limit("prompts", 2_048, "items", 400, "prompt, input")
 MESSAGES = Limit("messages", 10_000, "items", 400, "messages, input")
@@ -41,13 +41,13 @@ CALLS = Limit("calls in a message", 1_024, "items", 400, "tool_calls")
 STOPS = Limit("stop strings", 16, "items", 400, "stop, stop_sequences")
 STOP_CHARACTERS = Limit("a stop string", 1_000, "characters", 400, "stop, stop_sequences")
 STOP_IDS = Limit("tokens that end an answer", 1_024, "items", 400, "stop_token_ids")
-BIASES = Limit("biases", 200_000, "items", 400, "logit_bias")
+BIASES = Limit("biases", 100_000, "items", 400, "logit_bias")
 VARIABLES = Limit("variables of the template", 64, "items", 400, "chat_template_kwargs")
 METADATA = Limit("entries of metadata", 16, "items", 400, "metadata")
 NAME_CHARACTERS = Limit("a model's name", 1_000, "characters", 400, "model")
 CHOICES = Limit("choices", 16, "items", 400, "n")
 LOGPROBS = Limit("alternatives of a token", 20, "items", 400, "logprobs, top_logprobs")
-LISTED = Limit("prompt tokens x (1 + alternatives)", 200_000, "entries", 400, "logprobs with echo")
+LISTED = Limit("prompt tokens x (1 + alternatives)", 100_000, "entries", 400, "logprobs with echo")
 # Of structures.
 GRAMMAR = Limit("a grammar", 128 * KIB, "characters", 400, "grammar")
 REGEX = Limit("a regular expression", 64 * KIB, "characters", 400, "regex")

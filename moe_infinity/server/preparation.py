@@ -1,7 +1,8 @@
 """Preparation of requests before the model computes: JSON, fields, templates, tokens, grammars.
 
 It is done in threads of its own, so that neither the event loop nor the engine waits for it.
-Clients take turns, and none has more than its share of the threads.
+Clients take turns, and none has more than its share of the threads. What takes much memory is done
+one after another.
 """
 
 from __future__ import annotations
@@ -24,13 +25,23 @@ GONE = 499  # the status of a request whose client has left: nobody is refused
 Made = TypeVar("Made")
 
 
+class QueuedWork:
+    """Work that waits for a thread."""
+
+    def __init__(self, client: str, is_large: bool) -> None:
+        self.client = client
+        self.is_large = is_large
+        self.has_come: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+
 class Preparation:
     """Threads, and whose turn it is. All methods are for the event loop."""
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="moe-infinity-prepare")
         self._running: Counter[str] = Counter()  # threads by client
-        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # whose turn it is comes first
+        self._has_large = False  # one of them reads a large body
+        self._waiting: dict[str, deque[QueuedWork]] = {}  # whose turn it is comes first
 
     async def run(self, request: HttpRequest, work: Callable[[], Made]) -> Made:
         """Return what `work` returns, or raise what it raises.
@@ -38,8 +49,8 @@ class Preparation:
         Raises Refused: with status 499 if the client goes, and 503 if it takes too long. A thread
         that has begun goes on to its end, which counts against the client's share.
         """
-        client: str = request.state.client
-        prepared = asyncio.create_task(self._prepared(client, work))
+        turn = QueuedWork(request.state.client, request.state.is_large)
+        prepared = asyncio.create_task(self._prepared(turn, work))
         left = asyncio.create_task(gone(request))
         try:
             await asyncio.wait(
@@ -56,58 +67,56 @@ class Preparation:
                 task.cancel()
             await asyncio.gather(prepared, left, return_exceptions=True)
 
-    async def _prepared(self, client: str, work: Callable[[], Made]) -> Made:
-        await self._turn(client)
+    async def _prepared(self, turn: QueuedWork, work: Callable[[], Made]) -> Made:
+        await self._wait_for(turn)
         loop = asyncio.get_running_loop()
         try:
             future = self._threads.submit(work)
         except RuntimeError:
-            self._end(client)
+            self._end(turn)
             raise
 
         def ended(_: Future[Made]) -> None:
             if not loop.is_closed():
-                loop.call_soon_threadsafe(self._end, client)
+                loop.call_soon_threadsafe(self._end, turn)
 
         future.add_done_callback(ended)
         return await asyncio.wrap_future(future)
 
-    async def _turn(self, client: str) -> None:
+    async def _wait_for(self, turn: QueuedWork) -> None:
         """Wait for a thread, which `_end` gives back."""
-        if self._has_room(client) and not self._waiting:
-            self._running[client] += 1
-            return
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(client, deque()).append(turn)
+        self._waiting.setdefault(turn.client, deque()).append(turn)
         self._give_turns()
         try:
-            await turn
+            await turn.has_come
         except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():
-                self._end(client)
+            if turn.has_come.done() and not turn.has_come.cancelled():
+                self._end(turn)
             raise
 
-    def _has_room(self, client: str) -> bool:
-        return self._running[client] < SHARE and self._running.total() < NUM_THREADS
+    def _has_room(self, turn: QueuedWork) -> bool:
+        has_share = self._running[turn.client] < SHARE
+        return has_share and not (turn.is_large and self._has_large)
 
-    def _end(self, client: str) -> None:
-        self._running[client] -= 1
-        if not self._running[client]:
-            del self._running[client]
+    def _end(self, turn: QueuedWork) -> None:
+        self._running[turn.client] -= 1
+        self._running += Counter()  # without those that have none
+        self._has_large = self._has_large and not turn.is_large
         self._give_turns()
 
     def _give_turns(self) -> None:
         """Give threads that are free to clients that wait, one after another."""
         for client in list(self._waiting):
-            turns = self._waiting.pop(client)
-            while turns and turns[0].done():  # cancelled
-                turns.popleft()
-            if turns and self._has_room(client):
-                self._running[client] += 1
-                turns.popleft().set_result(None)
-            elif turns and self._running.total() >= NUM_THREADS:
-                self._waiting = {client: turns, **self._waiting}
+            if self._running.total() >= NUM_THREADS:
                 return
+            turns = self._waiting.pop(client)
+            while turns and turns[0].has_come.done():  # cancelled
+                turns.popleft()
+            if turns and self._has_room(turns[0]):
+                turn = turns.popleft()
+                self._running[client] += 1
+                self._has_large = self._has_large or turn.is_large
+                turn.has_come.set_result(None)
             if turns:
                 self._waiting[client] = turns  # behind the others
 

@@ -142,6 +142,7 @@ class PromptReader:
         variables = self._template_variables(body)
         messages = [message.for_template() for message in body.messages]
         param = names.get("messages", "messages")
+        self._tokens.require_possible(sum(len(each["content"]) for each in messages), param)
         try:
             prompt = self._template.text(
                 messages,

@@ -77,6 +77,7 @@ class Guard:
         if self.is_on_loopback:
             refusals.refuse_other_names(request, self.allowed_hosts)
         request.state.owner = refusals.owner_of(request, self.api_keys)
+        request.state.is_large = False  # its body, before that is read
         request.state.client = request.state.owner or refusals.address_of(request)
         return JsonRequest(
             request,

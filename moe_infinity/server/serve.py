@@ -31,6 +31,7 @@ from moe_infinity.server.few_lines import log_few_lines
 # The engine's thread runs Python between torch's calls. With Python's 5 ms the event loop waited
 # several times per request and answered /health late.
 SWITCH_INTERVAL_S = 0.001
+QUEUE = 1_024  # connections that wait to be accepted
 logger = logging.getLogger(__name__)
 uvicorn_logger = logging.getLogger("uvicorn.error")
 
@@ -44,6 +45,12 @@ class Server(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, *, on_exit: Callable[[], None]) -> None:
         super().__init__(config)
         self._on_exit = on_exit
+
+    async def startup(self, sockets: list[socket] | None = None) -> None:
+        """Listen with a queue that is longer than what is accepted at once."""
+        await super().startup(sockets)
+        for listener in sockets or ():
+            listener.listen(QUEUE)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self.force_exit = self.should_exit

@@ -16,6 +16,7 @@ CHARACTERS = 6
 GROWTH = 4  # of the beginnings that are looked at
 # A beginning has to be this much too long: its last tokens may be others in the whole text.
 MARGIN = 1.25
+REMOVED = 2  # times as many characters as the longest tokens have, where a tokenizer removes some
 MORE = 1024
 TRIAL_S = 20.0
 TRIALS = ("The quick brown fox. " * 200, "a" * 4000, " " * 4000, "\n\t" * 2000, "é漢👍🏽" * 1000)
@@ -32,6 +33,7 @@ class TextTokens:
         """`max_context`: the most tokens of a text."""
         self._tokenizer = tokenizer
         self._max_context = max_context
+        self._longest = max(map(len, tokenizer.get_vocab()), default=1)  # characters of a token
         kind = type(tokenizer)
         is_stock = (
             isinstance(tokenizer, PreTrainedTokenizerFast)
@@ -42,6 +44,14 @@ class TextTokens:
         self._lock = nullcontext() if is_stock else threading.Lock()
         self._require_fast()
 
+    def require_possible(self, num_characters: int, param: str) -> None:
+        """Raises PromptTooLong, which names `param`, for more text than the context can hold in the
+        longest tokens.
+        """
+        fewest = num_characters // (self._longest * REMOVED)
+        if fewest > self._max_context:
+            raise PromptTooLong(fewest, self._max_context, param=param, is_counted=False)
+
     def ids(self, text: str, param: str, *, has_special: bool = True) -> list[int]:
         """The token ids of a text, with those that the tokenizer puts around a text if
         `has_special`.
@@ -49,6 +59,7 @@ class TextTokens:
         Raises PromptTooLong, which names `param`, for a text that is far too long for the context.
         A large part of it is then never tokenized.
         """
+        self.require_possible(len(text), param)
         size = self._max_context * CHARACTERS
         while len(text) > size:
             num_tokens = len(self._ids(text[:size], has_special=has_special))

@@ -32,12 +32,13 @@ MUCH = "{% for a in range(99999) %}{{ 'x' * 4000 }}{% endfor %}"
 LONG = "{% for a in range(9000) %}{{ 'x' * 4000 }}{% endfor %}"
 
 
-def request_of(client: str, *, leaves: asyncio.Event | None = None) -> Any:
+def request_of(client: str, *, leaves: asyncio.Event | None = None, is_large: bool = False) -> Any:
     async def receive() -> dict[str, str]:
         await (leaves or asyncio.Event()).wait()
         return {"type": "http.disconnect"}
 
-    return SimpleNamespace(state=SimpleNamespace(client=client), receive=receive)
+    state = SimpleNamespace(client=client, is_large=is_large)
+    return SimpleNamespace(state=state, receive=receive)
 
 
 def run(main: Callable[[Preparation], Coroutine[Any, Any, None]]) -> None:
@@ -141,6 +142,37 @@ def test_work_has_a_limit_of_time_and_a_thread_that_goes_on_counts(monkeypatch):
         release.set()
         await asyncio.sleep(0.2)
         assert await prepared.run(request_of("a"), lambda: 2) == 2
+
+    run(main)
+
+
+def test_large_bodies_are_prepared_one_after_another():
+    """Small ones of the same client and of others go on."""
+    release = threading.Event()
+    running: list[str] = []
+
+    def work(name: str) -> None:
+        running.append(name)
+        assert release.wait(30)
+
+    async def main(prepared: Preparation) -> None:
+        large = [
+            asyncio.create_task(
+                prepared.run(request_of(name, is_large=True), partial(work, f"large {name}"))
+            )
+            for name in ("a", "b", "c")
+        ]
+        await asyncio.sleep(0.1)
+        assert running == ["large a"]
+        small = [
+            asyncio.create_task(prepared.run(request_of(name), partial(work, f"small {name}")))
+            for name in ("a", "d")
+        ]
+        await asyncio.sleep(0.1)
+        assert running == ["large a", "small a", "small d"]
+        release.set()
+        await asyncio.gather(*large, *small)
+        assert running[-2:] == ["large b", "large c"]
 
     run(main)
 
@@ -258,6 +290,14 @@ def test_a_text_far_beyond_the_context_is_refused_by_its_beginning(tokenizer, mo
     assert sum(seen) < 100_000
 
 
+def test_a_text_that_no_tokens_can_hold_is_not_tokenized(tokenizer, monkeypatch):
+    found = TextTokens(tokenizer, 100)
+    monkeypatch.setattr(found, "_ids", None)
+    for word in ("The old house stood by the river. ", "a", "é漢👍🏽"):
+        with pytest.raises(PromptTooLong, match="or more"):
+            found.ids(word * 100_000, "prompt")
+
+
 def test_a_text_of_long_tokens_is_tokenized_whole(tokenizer):
     """Many characters need not be many tokens."""
     word = max(tokenizer.get_vocab(), key=lambda each: len(each) * each.isascii())
@@ -270,6 +310,9 @@ def test_a_text_of_long_tokens_is_tokenized_whole(tokenizer):
 def test_other_tokenizers_take_one_text_at_a_time():
     class Slow:
         num_running = 0
+
+        def get_vocab(self) -> dict[str, int]:
+            return {"a": 0}
 
         def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
             self.num_running += 1
@@ -289,6 +332,9 @@ def test_a_tokenizer_that_never_ends_is_refused(monkeypatch):
     release = threading.Event()
 
     class Endless:
+        def get_vocab(self) -> dict[str, int]:
+            return {"a": 0}
+
         def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
             release.wait(30)
             return {"input_ids": []}
