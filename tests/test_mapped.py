@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import os
 import shutil
+import signal
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,6 +23,7 @@ from moe_infinity.checkpoint.headers import Extent
 from moe_infinity.checkpoint.reader import Reader
 from moe_infinity.errors import CheckpointError
 from moe_infinity.experts import ExpertKey
+from moe_infinity.kernels.cpu.bus_errors import bus_errors
 from moe_infinity.memory.slots import MappedSlots
 from moe_infinity.system import linux
 from tests.closeness import logits_of_steps
@@ -181,10 +185,73 @@ def test_what_was_computed_while_a_file_changed_is_no_answer(tiny_checkpoint, co
     with MoE(file.parent) as moe, torch.no_grad():
         found = moe.model(IDS).logits
         hook = moe.model.lm_head.register_forward_hook(lambda *args: file.touch())
-        with pytest.raises(CheckpointError, match="was changed while its experts computed"):
+        with pytest.raises(CheckpointError, match="was changed, or its disk failed"):
             moe.model(IDS)
         hook.remove()
         assert torch.equal(found, moe.model(IDS).logits)
+
+
+@pytest.mark.usefixtures("can_map")
+def test_a_file_that_is_shortened_in_the_middle_of_a_pass_is_an_error(tiny_checkpoint, copy_of):
+    """Machine code that looks at bytes that are gone gets zeros, and the process goes on."""
+    file = copy_of(tiny_checkpoint) / "model.safetensors"
+    whole = file.read_bytes()
+    with MoE(file.parent) as moe, torch.no_grad():
+        found = moe.model(IDS).logits
+        before = bus_errors.count
+        hook = moe.model.model.embed_tokens.register_forward_hook(
+            lambda *args: os.truncate(file, 0)
+        )
+        with pytest.raises(CheckpointError, match=r"model.safetensors: was changed"):
+            moe.model(IDS)
+        hook.remove()
+        assert bus_errors.count > before
+        file.write_bytes(whole)
+        assert torch.equal(found, moe.model(IDS).logits)
+
+
+@pytest.mark.usefixtures("can_map")
+def test_decoding_goes_on_with_a_file_that_is_right_again(tiny_checkpoint, copy_of):
+    """Machine code that computes all layers at once does not keep where experts were."""
+    file = copy_of(tiny_checkpoint) / "model.safetensors"
+    whole = file.read_bytes()
+    settings: dict[str, Any] = {"do_sample": False, "max_new_tokens": 8}
+    with MoE(file.parent, preload="wait") as moe:
+        moe.preload()
+        found = moe.generate(IDS, **settings)
+        for changed in (whole[:5000], bytes(len(whole)), whole):
+            file.write_bytes(changed)
+            if changed != whole:
+                with pytest.raises(CheckpointError, match="was changed"):
+                    moe.generate(IDS, **settings)
+            file.write_bytes(whole)
+            assert torch.equal(found, moe.generate(IDS, **settings))
+
+
+ELSEWHERE = """
+import mmap, os, sys
+from pathlib import Path
+from moe_infinity.checkpoint.files import MappedFile, OpenFile
+
+file = Path(sys.argv[1])
+mapped = MappedFile(OpenFile(file))
+with file.open("rb") as opened:
+    elsewhere = mmap.mmap(opened.fileno(), 0, prot=mmap.PROT_READ)
+os.truncate(file, 0)
+print(sum(mapped.bytes), mapped.is_right(), flush=True)
+print(elsewhere[5000])
+"""
+
+
+@pytest.mark.usefixtures("can_map")
+def test_bytes_that_are_gone_elsewhere_end_the_process_as_before(tmp_path):
+    file = tmp_path / "file"
+    file.write_bytes(bytes([1]) * (3 << 20))
+    done = subprocess.run(
+        [sys.executable, "-c", ELSEWHERE, str(file)], capture_output=True, text=True, check=False
+    )
+    assert done.stdout == "0 False\n", done.stderr
+    assert done.returncode == -signal.SIGBUS
 
 
 @pytest.mark.usefixtures("can_map")

@@ -19,6 +19,7 @@ import numpy as np
 
 from moe_infinity.checkpoint.file_state import FileState, state_of
 from moe_infinity.checkpoint.headers import Extent
+from moe_infinity.kernels.cpu.bus_errors import bus_errors
 from moe_infinity.system import linux
 from moe_infinity.system.files import REFUSALS, PositionalFile, open_past_cache, open_to_read
 from moe_infinity.system.memory import address_of, huge_pages, make_present, map_file
@@ -52,8 +53,11 @@ class OpenFile:
         return state_of(self._cached.descriptor) == self.state
 
     def map(self) -> memoryview:
-        """Return the file as memory."""
-        return memoryview(map_file(self._cached.descriptor))
+        """Return the file as memory, guarded: bytes that are gone are zeros there."""
+        mapped = map_file(self._cached.descriptor)
+        view = memoryview(mapped)
+        weakref.finalize(mapped, bus_errors.guard(address_of(view), len(view)))
+        return view
 
     def read_if_cached(self, chunk: Chunk) -> bool:
         """Copy the chunk from the page cache if all of it is there. Reads nothing from the disk.
@@ -117,7 +121,14 @@ class MappedFile:
     def __init__(self, file: OpenFile) -> None:
         self.file = file
         self.bytes = file.map()
+        self._num_gone = bus_errors.count
         self._address = address_of(self.bytes)
+
+    def is_right(self) -> bool:
+        """Return False if the file was changed, or bytes of any mapped file were gone: what was
+        computed with them may be wrong.
+        """
+        return self._num_gone == bus_errors.count and self.file.is_unchanged()
 
     def has(self, chunk: Chunk) -> bool:
         """True for a chunk of the file that is to be read to where the file is mapped."""

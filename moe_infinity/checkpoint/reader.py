@@ -86,16 +86,17 @@ class Reader:
         """
         with self._lock:
             file = self._mapped.get(extent.file)
-            if file is None or not file.file.is_unchanged():
+            if file is None or not file.is_right():
                 file = self._mapped[extent.file] = MappedFile(self._opened(extent.file))
         return file.bytes[extent.offset : extent.offset + extent.num_bytes]
 
     def changed_file(self) -> Path | None:
-        """Return a file that was changed whose bytes are used where the page cache has them: they
-        have to be mapped anew, and what was computed with them meanwhile may be wrong.
+        """Return a file that was changed, or of which bytes are gone, and whose bytes are used
+        where the page cache has them. They have to be mapped anew, and what was computed with them
+        meanwhile may be wrong.
         """
         for path, mapped in list(self._mapped.items()):
-            if not mapped.file.is_unchanged():
+            if not mapped.is_right():
                 return path
         return None
 

@@ -211,7 +211,7 @@ class LocalExperts:
         file = self.loader.changed_file()
         if file is not None:
             self.drop_experts()
-            raise CheckpointError(f"{file}: was changed while its experts computed")
+            raise CheckpointError(f"{file}: was changed, or its disk failed, while it was used")
 
     def drop_experts(self) -> None:
         """Read all experts anew from now on: what is in memory may be wrong."""

@@ -96,8 +96,8 @@ class MappedSlots(Slots):
     memory of their own where it gives none. The expert is chosen when the slot is filled.
 
     Nothing is copied: a model that is in the page cache computes at once, and its bytes are in
-    memory once, not twice. The price: a file that is shortened while a forward pass looks at it
-    ends the process (SIGBUS); one that was shortened before is noticed.
+    memory once, not twice. The price: what is written to a file in place changes its experts at
+    once. A forward pass in which that happens is an error.
     """
 
     def __init__(self, num_slots: int, slot_bytes: int, mapped_bytes: MappedBytes) -> None:

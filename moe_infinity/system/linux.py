@@ -11,12 +11,17 @@ import ctypes
 import errno
 import mmap
 import os
+import signal
 import sys
 from functools import cache
 
 CACHESTAT = 451  # the number of the system call, of Linux 6.5
 MADV_POPULATE_READ = 22  # of Linux 5.14; makes pages present, and reports a failing disk
 MAP_NORESERVE = 0x4000
+PAGE_BYTES = mmap.PAGESIZE
+READ_AND_WRITE = 0x3
+ZEROS_IN_PLACE = MAP_NORESERVE | 0x32  # private, anonymous, in place of what is mapped there
+SA_SIGINFO = 4
 AGAIN = (errno.EINTR, errno.EAGAIN)
 MOST_TRIES = 1000
 
@@ -25,6 +30,17 @@ class Range(ctypes.Structure):
     """struct cachestat_range: bytes of a file."""
 
     _fields_ = (("offset", ctypes.c_uint64), ("num_bytes", ctypes.c_uint64))
+
+
+class SignalAction(ctypes.Structure):
+    """struct sigaction of the C library, on systems of 64 bits."""
+
+    _fields_ = (
+        ("handler", ctypes.c_void_p),
+        ("mask", ctypes.c_ubyte * 128),
+        ("flags", ctypes.c_int),
+        ("restorer", ctypes.c_void_p),
+    )
 
 
 class Counts(ctypes.Structure):
@@ -74,3 +90,13 @@ def populate(address: int, num_bytes: int) -> None:
         if (code := ctypes.get_errno()) not in AGAIN:
             break
     raise OSError(code, os.strerror(code))
+
+
+def handle_bus_errors(address: int, stock: SignalAction) -> None:
+    """Let machine code handle SIGBUS: a C function of a signal's number, siginfo_t and context.
+    `stock` gets what the signal did before. Raises OSError.
+    """
+    action = SignalAction(handler=address, flags=SA_SIGINFO)
+    if libc().sigaction(signal.SIGBUS, ctypes.byref(action), ctypes.byref(stock)):
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
