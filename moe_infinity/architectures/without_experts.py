@@ -91,6 +91,8 @@ def _is_absent(value: object) -> bool:
 
 def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """`function`, which torch.compile leaves alone: which experts run depends on data."""
+    # A copy of `functools.wraps` from such a function; torch 2.8 would run that one in its place.
+    vars(function).pop("_torchdynamo_orig_callable", None)
     left_alone: Callable[..., Any] = torch.compiler.disable(function)
     return left_alone
 
