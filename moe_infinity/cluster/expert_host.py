@@ -70,7 +70,7 @@ class ExpertHost:
             else:
                 self.engine.begin_step(event)
         routing = Routing.of_experts(asked.top_k_index_TK, None)
-        with torch.no_grad():
+        with torch.no_grad(), self.engine.unchanged_files():
             layer_idx = asked.moe_layer_idx
             share = request.shared_rows
             work = work_of_share(self.engine.path.computers[layer_idx], share)
