@@ -10,7 +10,6 @@ import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, HTTPServer
-from threading import Timer
 from typing import Any
 
 import pytest
@@ -38,6 +37,7 @@ def scripted(
     headers: Sequence[tuple[str, str]] = (),
     is_silent: bool = False,
     is_endless: bool = False,
+    on_asked: Callable[[], object] = lambda: None,
 ) -> Iterator[Scripted]:
     script = Scripted()
     may_end = threading.Event()
@@ -46,6 +46,7 @@ def scripted(
         def do_POST(self) -> None:
             script.keys.append(self.headers["authorization"])
             script.asked.append(json.loads(self.rfile.read(int(self.headers["content-length"]))))
+            on_asked()
             if is_silent:
                 may_end.wait(20)
                 return
@@ -294,8 +295,7 @@ def test_a_terminal_gets_no_control_characters_of_a_model_either(monkeypatch):
 
 
 def test_ctrl_c_ends_an_answer_that_never_comes(command):
-    with scripted(b"", is_silent=True) as server:
-        Timer(0.5, interrupt_main).start()
+    with scripted(b"", is_silent=True, on_asked=interrupt_main) as server:
         outcome = chat(command, server.url)
     assert outcome.code == 0
     assert outcome.said("(stopped)")
