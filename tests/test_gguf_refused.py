@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from moe_infinity import CheckpointError, MoE, UnsupportedModelError
+from moe_infinity.checkpoint.gguf_config import config_of
+from moe_infinity.checkpoint.gguf_file import read_gguf
 from moe_infinity.inspection import inspect_checkpoint
 from tests.gguf_files import Tensor, build, header, number, text
 from tools.convert_to_gguf import convert
@@ -69,6 +71,24 @@ def test_a_tensor_that_is_missing_or_unknown_is_named(name, small, tmp_path):
     with pytest.raises(CheckpointError) as caught:
         MoE(file)
     assert name.split(".")[-2] in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("rope.freq_base", float("nan"), "rope_theta has nan"),
+        ("attention.layer_norm_rms_epsilon", 1e30, "rms_norm_eps has 1e.30"),
+        ("context_length", 1 << 60, "max_position_embeddings has"),
+        ("block_count", 1 << 40, "block_count is"),
+        ("expert_count", 1 << 40, "expert_count is"),
+        ("rope.scaling.factor", 1e20, "factor has 1e.20"),
+    ],
+)
+def test_metadata_that_no_model_has_are_named(key, value, said, small):
+    gguf = read_gguf(small / "q8_0.gguf")
+    gguf.metadata[f"{gguf.architecture}.{key}"] = value
+    with pytest.raises(CheckpointError, match=rf"q8_0\.gguf: .*{said}"):
+        config_of(gguf)
 
 
 def test_a_tensor_of_another_shape_than_the_config_says_is_named(small, tmp_path):
