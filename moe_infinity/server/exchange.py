@@ -12,6 +12,7 @@ from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 from functools import partial
 
+from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
@@ -87,9 +88,7 @@ class Exchange:
                 task.cancel()
             await asyncio.gather(work, watch, return_exceptions=True)
             self.cancel()
-        return await self._guard.preparation.run(
-            self._request, lambda: JSONResponse(self._answer.body())
-        )
+        return await run_in_threadpool(lambda: JSONResponse(self._answer.body()))
 
     async def chunks(self, *, at_once: bool = True) -> AsyncGenerator[str, None]:
         """Events of a stream, the last of which may be an error.

@@ -18,15 +18,17 @@ import os
 import socket
 import subprocess
 import sys
-import threading
 import time
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from queue import Empty, LifoQueue
 from typing import Any
 
 from moe_infinity.server.limits import MIB, RENDERED, RENDERING_S
 
 MEMORY = 256 * MIB  # of address space, beyond what the process begins with
+NUM_PROCESSES = 2
 START_S = 60.0  # imports, on a busy machine
 TOO_SLOW = f"the chat template takes more than {RENDERING_S.most} s, or ends its process"
 ROOT = Path(__file__).parents[2]  # of the package
@@ -41,13 +43,11 @@ class TemplateTooSlow(TemplateRaised):
 
 
 class Renderer:
-    """The process. It is started when it is first needed, and anew after it was ended.
-
-    Safe to call from several threads; one template is rendered at a time.
+    """One process. It is started when it is first needed, and anew after it was ended. Not safe to
+    use from several threads at once.
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
         self._socket: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -55,9 +55,8 @@ class Renderer:
         """Start the process, unless it runs, and wait until it takes templates. Raises
         TemplateTooSlow.
         """
-        with self._lock:
-            if self._socket is None:
-                self._start()
+        if self._socket is None:
+            self._start()
 
     def render(self, arguments: dict[str, Any], deadline: float) -> str:
         """Return the text for the arguments of `render_jinja_template`, as JSON can say them.
@@ -65,30 +64,27 @@ class Renderer:
         Raises TemplateRaised with the template's words, and TemplateTooSlow at `deadline`, of
         `time.monotonic`.
         """
+        assert self._socket is not None
         message = json.dumps(arguments, default=str).encode()
-        if not self._lock.acquire(timeout=max(deadline - time.monotonic(), 0)):
-            raise TemplateTooSlow("the chat template is busy with other conversations")
         try:
-            if time.monotonic() >= deadline:
-                raise TemplateTooSlow(TOO_SLOW)
-            if self._socket is None:
-                self._start()
-            assert self._socket is not None
             send(self._socket, message, deadline)
             answer = json.loads(receive(self._socket, deadline))
         except OSError as error:  # also at the deadline
-            self._end()
+            self.close()
             raise TemplateTooSlow(TOO_SLOW) from error
-        finally:
-            self._lock.release()
         if "error" in answer:
             raise TemplateRaised(answer["error"])
         return str(answer["text"])
 
     def close(self) -> None:
         """End the process."""
-        with self._lock:
-            self._end()
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
 
     def _start(self) -> None:
         ours, theirs = socket.socketpair()
@@ -106,25 +102,62 @@ class Renderer:
         try:
             receive(ours, time.monotonic() + START_S)
         except OSError as error:
-            self._end()
+            self.close()
             raise TemplateTooSlow("the process for chat templates does not start") from error
 
-    def _end(self) -> None:
-        if self._socket is not None:
-            self._socket.close()
-            self._socket = None
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-            self._process = None
+
+class Renderers:
+    """A few processes, of which the second is started when the first is busy.
+
+    Safe to use from several threads.
+    """
+
+    def __init__(self, num: int = NUM_PROCESSES) -> None:
+        self._all = [Renderer() for _ in range(num)]
+        self._idle: LifoQueue[Renderer] = LifoQueue()  # so that the same one is taken, if it can be
+        for renderer in reversed(self._all):
+            self._idle.put(renderer)
+
+    def start(self) -> None:
+        """Wait until a process takes templates. Raises TemplateTooSlow."""
+        with self._one(time.monotonic() + START_S):
+            pass
+
+    def render(self, arguments: dict[str, Any], deadline: float) -> str:
+        """Return and raise as `Renderer.render`. The time to start a process does not count."""
+        begun = time.monotonic()
+        with self._one(deadline) as (renderer, num_seconds):
+            if begun >= deadline:
+                raise TemplateTooSlow(TOO_SLOW)
+            return renderer.render(arguments, deadline + num_seconds)
+
+    @contextlib.contextmanager
+    def _one(self, deadline: float) -> Iterator[tuple[Renderer, float]]:
+        """A process that runs, and the seconds in which it was started."""
+        try:
+            renderer = self._idle.get(timeout=max(deadline - time.monotonic(), 0.001))
+        except Empty:
+            message = "the chat template is busy with other conversations"
+            raise TemplateTooSlow(message) from None
+        try:
+            begun = time.monotonic()
+            renderer.start()
+            yield renderer, time.monotonic() - begun
+        finally:
+            self._idle.put(renderer)
+
+    def close(self) -> None:
+        """End the processes."""
+        for renderer in self._all:
+            renderer.close()
 
 
 @cache
-def shared_renderer() -> Renderer:
-    """Return the one of this process: any number of tokenizers may share it."""
-    renderer = Renderer()
-    atexit.register(renderer.close)
-    return renderer
+def shared_renderers() -> Renderers:
+    """Return those of this process: any number of tokenizers may share them."""
+    renderers = Renderers()
+    atexit.register(renderers.close)
+    return renderers
 
 
 def send(to: socket.socket, message: bytes, deadline: float | None) -> None:

@@ -21,7 +21,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from moe_infinity.server.limits import RENDERING_S
-from moe_infinity.server.rendering import TemplateRaised, TemplateTooSlow, shared_renderer
+from moe_infinity.server.rendering import TemplateRaised, TemplateTooSlow, shared_renderers
 from moe_infinity.server.shapes import REASONING, REPAIRS, Forms, Messages, shaped
 
 logger = logging.getLogger(__name__)
@@ -75,7 +75,7 @@ class Rendering:
         )
         self._deadline = 0.0
         if self._is_jinja:
-            shared_renderer().start()
+            shared_renderers().start()
             self._deadline = time.monotonic() + RENDERING_S.most
 
     def text(
@@ -94,7 +94,7 @@ class Rendering:
                 "tools": tools,
                 "chat_template": self._tokenizer.get_chat_template(None, tools),
             }
-            return shared_renderer().render(arguments, self._deadline)
+            return shared_renderers().render(arguments, self._deadline)
         try:
             text: str = self._tokenizer.apply_chat_template(
                 messages, tokenize=False, tools=tools, **options

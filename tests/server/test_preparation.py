@@ -20,7 +20,7 @@ from transformers import AutoTokenizer, NoRepeatNGramLogitsProcessor
 from moe_infinity.server import limits, preparation, tokens
 from moe_infinity.server.preparation import NUM_THREADS, SHARE, Preparation
 from moe_infinity.server.refusals import PromptTooLong, Refused
-from moe_infinity.server.rendering import Renderer, TemplateRaised, TemplateTooSlow
+from moe_infinity.server.rendering import Renderers, TemplateRaised, TemplateTooSlow
 from moe_infinity.server.sampling import NoRepeatedNgrams, Penalties, Sampling
 from moe_infinity.server.tokens import TextTokens
 from tests.server.serving import serving
@@ -199,7 +199,7 @@ def arguments(template: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def renderer():
-    made = Renderer()
+    made = Renderers(1)
     yield made
     made.close()
 
@@ -235,9 +235,25 @@ def test_a_template_that_makes_too_much_is_refused(renderer, template):
     assert renderer.render(arguments("a"), soon()) == "a"
 
 
+def test_another_conversation_is_rendered_beside_one_that_loops():
+    renderers = Renderers(2)
+    try:
+        renderers.start()
+        with ThreadPoolExecutor() as threads:
+            loop = threads.submit(renderers.render, arguments(LOOP), soon(20))
+            time.sleep(0.2)
+            assert renderers.render(arguments("a"), soon(15)) == "a"
+            assert not loop.done()
+            renderers.close()
+            with pytest.raises(TemplateTooSlow):
+                loop.result(30)
+    finally:
+        renderers.close()
+
+
 def test_a_process_that_was_killed_is_started_anew(renderer):
     renderer.start()
-    renderer._process.kill()
+    renderer._all[0]._process.kill()
     with pytest.raises(TemplateTooSlow):
         renderer.render(arguments("a"), soon())
     assert renderer.render(arguments("a"), soon()) == "a"
