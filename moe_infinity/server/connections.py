@@ -9,13 +9,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from moe_infinity.server import limits
+from moe_infinity.system.process_limits import openable_files
 
 RESERVED = 32  # descriptors for files of the model, expert hosts and the log
 FEWEST = 4
@@ -132,11 +132,7 @@ class Connection(H11Protocol):
 def most_connections() -> int:
     """How many there may be: the limit, or what the process may open beside what it has open."""
     most = limits.CONNECTIONS.most
-    with suppress(ImportError, OSError, ValueError):
-        import resource
-
-        files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        if files != resource.RLIM_INFINITY:
-            num_open = len(list(Path("/proc/self/fd").iterdir()))
-            most = min(most, files - num_open - RESERVED - BACKLOG)
+    with suppress(OSError):  # no /proc
+        if (files := openable_files()) is not None:
+            most = min(most, files - RESERVED - BACKLOG)
     return max(most, FEWEST)

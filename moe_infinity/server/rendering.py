@@ -19,13 +19,14 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from queue import Empty, LifoQueue
 from typing import Any
 
 from moe_infinity.server.limits import MIB, RENDERED, RENDERING_S
+from moe_infinity.system.process_limits import limit_memory, limit_time
 
 MEMORY = 256 * MIB  # of address space, beyond what the process begins with
 NUM_PROCESSES = 2
@@ -201,11 +202,11 @@ def main() -> None:
     from transformers.utils.chat_template_utils import render_jinja_template
 
     with contextlib.suppress(OSError), socket.socket(fileno=0) as server:
-        _limit_memory()
+        _limit(limit_memory, MEMORY)
         send(server, b"", None)
         while True:
             arguments = json.loads(receive(server, None))
-            _limit_time()
+            _limit(limit_time, 2 * RENDERING_S.most)  # a loop may outlive the server
             answer: dict[str, str] = {}
             try:
                 text = render_jinja_template(**arguments)[0][0]
@@ -220,23 +221,10 @@ def main() -> None:
             send(server, json.dumps(answer).encode(), None)
 
 
-def _limit_memory() -> None:
-    """Where the system can."""
-    with contextlib.suppress(ImportError, OSError, ValueError):
-        import resource
-
-        begun = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (begun + MEMORY, resource.RLIM_INFINITY))
-
-
-def _limit_time() -> None:
-    """End the process if a template loops for long after the server has ended."""
-    with contextlib.suppress(ImportError, OSError, ValueError):
-        import resource
-
-        usage = resource.getrusage(resource.RUSAGE_SELF)
-        seconds = int(usage.ru_utime + usage.ru_stime + 2 * RENDERING_S.most) + 1
-        resource.setrlimit(resource.RLIMIT_CPU, (seconds, resource.RLIM_INFINITY))
+def _limit(set_limit: Callable[[int], None], more: int) -> None:
+    """Set a limit, where the system lets us."""
+    with contextlib.suppress(OSError, ValueError):
+        set_limit(more)
 
 
 if __name__ == "__main__":

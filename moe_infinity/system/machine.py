@@ -144,16 +144,6 @@ def swap_bytes() -> tuple[int, int]:
     return int(swap.used), int(swap.total)
 
 
-def lockable_bytes() -> int | None:
-    """Bytes of memory that one process may lock; None: no limit, or none that is known."""
-    if not linux.is_linux():
-        return None
-    import resource
-
-    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    return None if limit == resource.RLIM_INFINITY else limit
-
-
 def huge_pages_setting() -> str:
     """The setting: always, madvise or never; empty where there is none."""
     return _text(HUGE_PAGES).partition("[")[2].partition("]")[0]

@@ -19,6 +19,7 @@ import pytest
 from moe_infinity import CheckpointError, ConfigError
 from moe_infinity.checkpoint import files, layer_recipes
 from moe_infinity.checkpoint.reader import Reader
+from moe_infinity.system import process_limits
 from moe_infinity.system.files import locked, open_to_read
 from moe_infinity.system.machine import (
     interrupt_main,
@@ -222,6 +223,18 @@ def test_on_other_systems_all_cores_are_ours_and_none_is_chosen_or_yielded():
 
 
 # The seam
+
+
+@pytest.mark.usefixtures("plain")
+def test_on_other_systems_a_process_has_no_limits_that_are_known_and_gets_none():
+    import resource
+
+    assert process_limits.openable_files() is process_limits.lockable_bytes() is None
+    before = [resource.getrlimit(kind) for kind in (resource.RLIMIT_AS, resource.RLIMIT_CPU)]
+    process_limits.limit_memory(1 << 40)
+    process_limits.limit_time(1e6)
+    after = [resource.getrlimit(kind) for kind in (resource.RLIMIT_AS, resource.RLIMIT_CPU)]
+    assert after == before
 
 
 def test_no_other_module_asks_which_system_runs_it():

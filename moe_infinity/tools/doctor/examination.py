@@ -17,7 +17,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from moe_infinity.system import linux, machine
+from moe_infinity.system import linux, machine, process_limits
 from moe_infinity.system.files import is_known, nearest_folder, open_past_cache, open_to_read
 from moe_infinity.system.linux import is_cached
 from moe_infinity.system.machine import available_memory_bytes, machine_memory_bytes
@@ -150,7 +150,7 @@ def _gpu() -> Iterator[Line]:
         memory = found.total_memory
     yield lines.gpu_line(name, capability, memory, driver=driver, build=build)
     yield lines.triton_line(version_of("triton"), TRITON, has_gpu=has_gpu)
-    yield lines.memlock_line(machine.lockable_bytes(), has_gpu=has_gpu)
+    yield lines.memlock_line(process_limits.lockable_bytes(), has_gpu=has_gpu)
     if has_gpu:
         cache = Path(os.environ.get("TRITON_CACHE_DIR", Path.home() / ".triton" / "cache"))
         compilers = (os.environ.get("CC"), "cc", "gcc", "clang")

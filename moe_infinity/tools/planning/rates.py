@@ -11,8 +11,9 @@ import numpy as np
 import torch
 
 from moe_infinity.kernels.many_rows import has_products_of_bfloat16
-from moe_infinity.system.machine import available_memory_bytes, lockable_bytes, num_cores, own_bytes
+from moe_infinity.system.machine import available_memory_bytes, num_cores, own_bytes
 from moe_infinity.system.memory import huge_pages
+from moe_infinity.system.process_limits import lockable_bytes
 from moe_infinity.tools.planning.machine import RUNTIME_BYTES, PlanMachine
 
 MEASURE_S = 0.4
