@@ -142,3 +142,4 @@ def serve_model(moe: MoE, config: ServeConfig, sockets: list[socket]) -> None:
         server.run(sockets)
     finally:
         engine.close()
+        app.state.guard.preparation.close()

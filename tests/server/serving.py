@@ -69,3 +69,4 @@ def serving(moe: MoE, **options: Any) -> Iterator[Serving]:
         server.should_exit = server.force_exit = True
         thread.join(20)
         engine.close()
+        app.state.guard.preparation.close()
