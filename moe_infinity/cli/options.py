@@ -110,7 +110,7 @@ class ModelOptions:
         str | None,
         typer.Option(
             help="Memory for experts: '8GiB', bytes, or '25%' of all experts. "
-            "Default: 70% of what is free."
+            "Default: all experts, if they take at most 85% of what is free, else 70% of it."
         ),
     ] = None
     policy: Annotated[

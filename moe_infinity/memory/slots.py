@@ -23,6 +23,9 @@ from moe_infinity.system.memory import huge_pages
 # is set. The rest is for the KV cache, activations and other programs; a convention, not a
 # measurement.
 AUTOMATIC_SHARE = 0.7
+# Where all experts take no more than this share, all are in memory: nothing is then read or evicted
+# while a model computes, which makes up for the narrower rest.
+FITTING_SHARE = 0.85
 
 MappedBytes = Callable[[ExpertKey], memoryview | None]
 
@@ -138,6 +141,13 @@ class SlotViews:
         return self._params[address]
 
 
+def automatic_budget(free_bytes: int, *, expert_bytes: int) -> int:
+    """Bytes for experts, unless host_memory is set; `free_bytes` beside dense weights."""
+    if expert_bytes <= free_bytes * FITTING_SHARE:
+        return expert_bytes
+    return int(free_bytes * AUTOMATIC_SHARE)
+
+
 def num_host_slots(host_memory: int | str | None, *, slot_bytes: int, num_experts: int) -> int:
     """How many slots `host_memory` allows, at most one per expert.
 
@@ -145,7 +155,7 @@ def num_host_slots(host_memory: int | str | None, *, slot_bytes: int, num_expert
     """
     everything = slot_bytes * num_experts
     if host_memory is None:
-        budget = int(available_memory_bytes() * AUTOMATIC_SHARE)
+        budget = automatic_budget(available_memory_bytes(), expert_bytes=everything)
     else:
         budget = parse_size(host_memory, whole_bytes=everything)
     machine = machine_memory_bytes()

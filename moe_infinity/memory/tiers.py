@@ -36,6 +36,13 @@ class SlotTier:
     table: ResidencyTable
     mover: Mover | DeviceMover
 
+    @property
+    def bytes_to_come(self) -> int:
+        """Memory that counts as free, and that experts will take or need."""
+        if isinstance(self.slots, MappedSlots):
+            return self.slots.num_bytes  # of the page cache
+        return (self.slots.num_slots - self.table.num_resident) * self.slots.slot_bytes
+
     def occupancy(self) -> TierOccupancy:
         """Return how full the tier is now."""
         slots = self.slots

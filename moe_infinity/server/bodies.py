@@ -106,6 +106,8 @@ class JsonRequest(HttpRequest):
     def end(self) -> None:
         """Give back the room of the body."""
         self._room.give_back(self.state.client, self._num_bytes)
+        if self._num_bytes > LARGE:
+            self._preparation.return_memory_soon()
         self._num_bytes = 0
 
 

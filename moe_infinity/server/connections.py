@@ -19,7 +19,8 @@ from moe_infinity.system.process_limits import openable_files
 
 RESERVED = 32  # descriptors for files of the model, expert hosts and the log
 FEWEST = 4
-BACKLOG = 128  # connections that are accepted at once, before the first of them can be closed
+BACKLOG = 32  # connections that are accepted at once
+ROUNDS = 4  # of the loop, until the first of them has been closed
 CHUNK_END = b"\r\n"
 logger = logging.getLogger(__name__)
 
@@ -29,7 +30,7 @@ class Connections:
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._open = 0
+        self._open: set[Connection] = set()
         self._idle: dict[Connection, None] = {}  # the one that is idle longest is first
 
     def __call__(self, **settings: Any) -> Connection:
@@ -37,21 +38,23 @@ class Connections:
 
     def opened(self, connection: Connection) -> None:
         """Count a connection, and close one that is idle if there are too many."""
-        self._open += 1
+        self._open.add(connection)
         self._idle[connection] = None
-        if self._open > self._most:
-            logger.warning("there are %d connections: idle ones are closed", self._open)
-            next(iter(self._idle)).end()
+        if len(self._open) > self._most:
+            logger.warning("there are %d connections: idle ones are closed", len(self._open))
+            oldest = next(iter(self._idle))
+            self.closed(oldest)
+            oldest.end()
 
     def closed(self, connection: Connection) -> None:
-        self._open -= 1
+        self._open.discard(connection)
         self._idle.pop(connection, None)
 
     def note(self, connection: Connection) -> None:
         """Take note of whether a request is under way."""
         if not connection.is_idle:
             self._idle.pop(connection, None)
-        elif connection not in self._idle:
+        elif connection in self._open and connection not in self._idle:
             self._idle[connection] = None
 
 
@@ -134,5 +137,5 @@ def most_connections() -> int:
     most = limits.CONNECTIONS.most
     with suppress(OSError):  # no /proc
         if (files := openable_files()) is not None:
-            most = min(most, files - RESERVED - BACKLOG)
+            most = min(most, files - RESERVED - ROUNDS * BACKLOG)
     return max(most, FEWEST)

@@ -50,8 +50,11 @@ def part_of(structure: Structure, param: str) -> GrammarPart:
     if structure.kind == "choice":
         require_within(limits.CHOICE, len(value), param)
         require_within(limits.CHOICE_CHARACTERS, sum(map(len, value)), param)
-    elif structure.kind != "json":
-        most = limits.REGEX if structure.kind == "regex" else limits.GRAMMAR
+    elif structure.kind == "regex":
+        require_within(limits.REGEX, len(value), param)
+    elif structure.kind == "grammar":
+        # Converting GBNF takes time that grows with the square of its length.
+        most = limits.GBNF if "::=" in value else limits.GRAMMAR
         require_within(most, len(value), param)
     try:
         if structure.kind == "json":

@@ -49,9 +49,10 @@ CHOICES = Limit("choices", 16, "items", 400, "n")
 LOGPROBS = Limit("alternatives of a token", 20, "items", 400, "logprobs, top_logprobs")
 LISTED = Limit("prompt tokens x (1 + alternatives)", 100_000, "entries", 400, "logprobs with echo")
 # Of structures.
-GRAMMAR = Limit("a grammar", 128 * KIB, "characters", 400, "grammar")
+GRAMMAR = Limit("a grammar in Lark", 128 * KIB, "characters", 400, "grammar")
+GBNF = Limit("a grammar in GBNF", 24 * KIB, "characters", 400, "grammar")
 REGEX = Limit("a regular expression", 64 * KIB, "characters", 400, "regex")
-CHOICE = Limit("texts to choose from", 10_000, "items", 400, "choice")
+CHOICE = Limit("texts to choose from", 1_900, "items", 400, "choice")
 CHOICE_CHARACTERS = Limit("these texts together", 512 * KIB, "characters", 400, "choice")
 SCHEMA = Limit("JSON schemas of a request, together", MIB, "characters", 400, "json, parameters")
 # Of preparation: JSON, fields, templates, tokens, grammars.

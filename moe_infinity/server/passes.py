@@ -38,6 +38,7 @@ from moe_infinity.system.machine import available_memory_bytes
 
 logger = logging.getLogger(__name__)
 PREFIX_SHARE = 0.1  # of the memory that is free once the model is loaded
+BESIDE_SHARE = 0.3  # of what is free beside all experts that are still to come, at most
 
 
 class Passes:
@@ -255,8 +256,9 @@ def prefixes_of(moe: MoE, config: ServeConfig) -> PrefixCache | Snapshots:
         logger.info("no prefixes are kept: %s", reason)
         return PrefixCache(0)
     free_bytes = available_memory_bytes()
+    beside_bytes = max(free_bytes - moe.engine.tiers[-1].bytes_to_come, 0)
     if wanted is None:
-        num_bytes = int(free_bytes * PREFIX_SHARE)
+        num_bytes = int(min(free_bytes * PREFIX_SHARE, beside_bytes * BESIDE_SHARE))
     else:
         num_bytes = parse_size(wanted, whole_bytes=free_bytes)
     return Snapshots(num_bytes) if is_recurrent else PrefixCache(num_bytes)

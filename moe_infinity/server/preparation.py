@@ -11,15 +11,18 @@ import asyncio
 from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from typing import TypeVar
 
 from starlette.requests import Request as HttpRequest
 
 from moe_infinity.server.limits import PREPARING_S
 from moe_infinity.server.refusals import Refused
+from moe_infinity.system.memory import return_free_memory
 
 NUM_THREADS = 4
 SHARE = 2  # threads of one client at a time
+RETURN_AFTER_S = 0.5
 GONE = 499  # the status of a request whose client has left: nobody is refused
 
 Made = TypeVar("Made")
@@ -41,6 +44,7 @@ class Preparation:
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="moe-infinity-prepare")
         self._running: Counter[str] = Counter()  # threads by client
         self._has_large = False  # one of them reads a large body
+        self._returns_memory = False
         self._waiting: dict[str, deque[QueuedWork]] = {}  # whose turn it is comes first
 
     async def run(self, request: HttpRequest, work: Callable[[], Made]) -> Made:
@@ -119,6 +123,20 @@ class Preparation:
                 turn.has_come.set_result(None)
             if turns:
                 self._waiting[client] = turns  # behind the others
+
+    def return_memory_soon(self) -> None:
+        """Give the memory of a large body back to the system, once nothing refers to it any more.
+        The C library would keep most of it.
+        """
+        if self._returns_memory:
+            return
+        self._returns_memory = True
+        asyncio.get_running_loop().call_later(RETURN_AFTER_S, self._return_memory)
+
+    def _return_memory(self) -> None:
+        self._returns_memory = False
+        with suppress(RuntimeError):  # the server ends
+            self._threads.submit(return_free_memory)
 
     def close(self) -> None:
         """Take no more work. Threads that run go on to their end."""

@@ -13,6 +13,7 @@ import mmap
 import os
 import signal
 import sys
+from contextlib import suppress
 from functools import cache
 
 CACHESTAT = 451  # the number of the system call, of Linux 6.5
@@ -63,6 +64,14 @@ def libc() -> ctypes.CDLL:
     library = ctypes.CDLL(None, use_errno=True)
     library.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     return library
+
+
+def trim() -> None:
+    """Give freed pages of all heaps back to the system. Other C libraries than glibc do not know
+    it.
+    """
+    with suppress(AttributeError):
+        libc().malloc_trim(0)
 
 
 def is_cached(descriptor: int, offset: int, num_bytes: int) -> bool:

@@ -24,6 +24,14 @@ def huge_pages(num_bytes: int) -> memoryview:
     return whole[start : start + num_bytes]
 
 
+def return_free_memory() -> None:
+    """Give what the process has freed back to the system, where the C library can. It takes a few
+    milliseconds, in which other threads run.
+    """
+    if linux.is_linux():
+        linux.trim()
+
+
 def address_of(view: memoryview) -> int:
     """The address of the first byte of a view that may be written."""
     return ctypes.addressof(ctypes.c_char.from_buffer(view))

@@ -144,7 +144,7 @@ def structures(at: Target, chance: random.Random, key: str) -> None:
             {"regex": "(((a{1,100}){1,100}){1,100}){1,100}"},
             {
                 "choice": [
-                    f"choice {each}" for each in range(chance.choice([1_000, 9_000, 100_000]))
+                    f"choice {each}" for each in range(chance.choice([1_000, 1_900, 100_000]))
                 ]
             },
             {"json": nested},

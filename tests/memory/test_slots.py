@@ -54,9 +54,11 @@ def test_a_share_of_experts_that_exceeds_the_machine_is_refused():
         slots_for("100%", slot_bytes=1 << 40)
 
 
-def test_without_a_budget_a_share_of_free_memory_is_taken(monkeypatch):
-    monkeypatch.setattr(slots, "available_memory_bytes", lambda: 20 * MIB)
-    assert 1 <= slots_for(None) < 20
+@pytest.mark.parametrize(("free", "num"), [(20, 14), (117, 81), (118, 100), (1000, 100)])
+def test_without_a_budget_all_experts_are_in_memory_if_enough_is_left(monkeypatch, free, num):
+    """Of 100 experts, 1 MiB each."""
+    monkeypatch.setattr(slots, "available_memory_bytes", lambda: free * MIB)
+    assert slots_for(None) == num
 
 
 def test_without_a_budget_no_more_than_all_experts_are_taken(monkeypatch):

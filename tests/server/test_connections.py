@@ -9,12 +9,13 @@ import socket
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import httpx
 import pytest
 
 from moe_infinity.server import limits
-from moe_infinity.server.connections import FEWEST, most_connections
+from moe_infinity.server.connections import FEWEST, Connections, most_connections
 from moe_infinity.server.few_lines import BURST, FewLines
 from tests.server.serving import Serving, serving
 
@@ -90,6 +91,30 @@ def test_the_connection_that_is_idle_longest_makes_room(moe, monkeypatch):
         assert time.monotonic() - began < 5
         closed = [is_closed(client) for client in idle[:15]]
         assert all(closed)
+
+
+def test_connections_that_come_at_once_close_as_many():
+    """Before the first of them has gone."""
+    ended: list[int] = []
+
+    class Idle:
+        is_idle = True
+
+        def __init__(self, number: int) -> None:
+            self.number = number
+
+        def end(self) -> None:
+            ended.append(self.number)
+
+    connections = Connections(3)
+    made: list[Any] = [Idle(number) for number in range(10)]
+    for each in made:
+        connections.opened(each)
+    assert ended == list(range(7))
+    for each in made:
+        connections.closed(each)
+    connections.opened(made[0])
+    assert ended == list(range(7))
 
 
 def test_a_body_in_crumbs_is_refused(moe):

@@ -182,6 +182,7 @@ def test_marks_in_texts_are_no_items():
     ("kind", "value"),
     [
         ("grammar", "#" * (limits.GRAMMAR.most + 1)),
+        ("grammar", 'root ::= "a"' + "#" * limits.GBNF.most),
         ("regex", "a" * (limits.REGEX.most + 1)),
         ("choice", ["a"] * (limits.CHOICE.most + 1)),
         ("choice", ["a" * (limits.CHOICE_CHARACTERS.most + 1)]),

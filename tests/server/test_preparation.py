@@ -177,6 +177,23 @@ def test_large_bodies_are_prepared_one_after_another():
     run(main)
 
 
+def test_the_memory_of_large_bodies_is_given_back_once_for_several(monkeypatch):
+    calls: list[int] = []
+    monkeypatch.setattr(preparation, "RETURN_AFTER_S", 0.05)
+    monkeypatch.setattr(preparation, "return_free_memory", lambda: calls.append(1))
+
+    async def main(prepared: Preparation) -> None:
+        for _ in range(5):
+            prepared.return_memory_soon()
+        await asyncio.sleep(0.3)
+        assert len(calls) == 1
+        prepared.return_memory_soon()
+        await asyncio.sleep(0.3)
+        assert len(calls) == 2
+
+    run(main)
+
+
 def test_an_error_is_that_of_the_work():
     def fail() -> None:
         raise KeyError("what")

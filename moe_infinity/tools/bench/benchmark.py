@@ -18,7 +18,7 @@ from moe_infinity.checkpoint.kind import find_kind, load_tokenizer
 from moe_infinity.errors import CheckpointError, ConfigError, UnsupportedModelError
 from moe_infinity.inspection import Summary, inspect_checkpoint
 from moe_infinity.memory.cuda import device_memory_bytes
-from moe_infinity.memory.slots import AUTOMATIC_SHARE
+from moe_infinity.memory.slots import automatic_budget
 from moe_infinity.model import MoE
 from moe_infinity.sizes import format_bytes, parse_size
 from moe_infinity.system.machine import (
@@ -193,8 +193,9 @@ def _fit_together(summary: Summary, budgets: Sequence[str | None], *, device: st
 def _num_bytes(summary: Summary, budget: str | None, free: int) -> int:
     """Return the bytes of a model with that budget; None is its own choice."""
     if budget is None:
-        experts = min(summary.expert_bytes, int(AUTOMATIC_SHARE * free) - summary.dense_bytes)
-        return summary.dense_bytes + max(experts, 0)
+        beside_dense = max(free - summary.dense_bytes, 0)
+        own = automatic_budget(beside_dense, expert_bytes=summary.expert_bytes)
+        return summary.dense_bytes + min(own, summary.expert_bytes)
     asked = parse_size(budget, whole_bytes=summary.expert_bytes)
     return summary.dense_bytes + min(asked, summary.expert_bytes)
 

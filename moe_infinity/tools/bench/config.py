@@ -27,7 +27,7 @@ class BenchConfig:
         str | None,
         typer.Option(
             help="Memory for experts: one or several of '8GiB', bytes, or '25%' of all experts, "
-            "separated by commas. Default: 70% of what is free."
+            "separated by commas. Default: that of `run`."
         ),
     ] = None
     repeat: Annotated[

@@ -30,7 +30,7 @@ def plan(
         ),
     ] = None,
     host_memory: Annotated[
-        str | None, typer.Option(help="As of `run`. Default: 70% of what is free.")
+        str | None, typer.Option(help="As of `run`, whose default is taken if this is left out.")
     ] = None,
     trace: Annotated[
         Path | None,

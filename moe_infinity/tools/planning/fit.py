@@ -16,7 +16,7 @@ from moe_infinity.errors import UnsupportedModelError
 from moe_infinity.local import find_local
 from moe_infinity.memory.device import AUTOMATIC_SHARE as GPU_SHARE
 from moe_infinity.memory.device import LEAST_ROOM_SHARE
-from moe_infinity.memory.slots import AUTOMATIC_SHARE as HOST_SHARE
+from moe_infinity.memory.slots import automatic_budget
 from moe_infinity.sizes import format_bytes, parse_size
 from moe_infinity.system.files import expanded
 from moe_infinity.tools.planning.machine import PlanMachine
@@ -87,7 +87,8 @@ def fit(
     free = max(machine.ram - machine.runtime - dense, 0)
     beside_kv = max(free - (kv if on_host else 0), 0)
     given = host_memory is not None
-    budget = int(free * HOST_SHARE)
+    everything = sizes.slot_bytes * sizes.total_experts
+    budget = automatic_budget(int(free), expert_bytes=everything)
     if host_memory is not None:
         budget = parse_size(host_memory, whole_bytes=sizes.expert_bytes)
     elif budget > beside_kv:
