@@ -100,6 +100,7 @@ class JsonRequest(HttpRequest):
     async def json(self) -> Any:
         """The body, as its kind. Raises Refused."""
         data = await self.body()
+        self._body = b""  # the request lives as long as its answer
         read = partial(read_json, data, self._kind)
         return read() if len(data) <= SMALL else await self._preparation.run(self, read)
 

@@ -8,6 +8,7 @@ import logging
 import re
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
+from traceback import clear_frames
 from typing import Any
 
 from fastapi import APIRouter
@@ -149,6 +150,7 @@ class GuardedRoute(APIRoute):
                 response = await handle(admitted)
             except Exception as error:
                 response = refusal_for(request, guard.note(request, error))
+                forget(error)
             finally:
                 if admitted is not None:
                     admitted.end()
@@ -156,6 +158,17 @@ class GuardedRoute(APIRoute):
             return response
 
         return guarded
+
+
+def forget(error: BaseException | None) -> None:
+    """Drop what the frames and causes of an error refer to, such as a body of megabytes. Futures
+    refer to their errors, and these to the futures: they wait for the garbage collector.
+    """
+    while error is not None:
+        clear_frames(error.__traceback__)
+        cause = error.__cause__ or error.__context__
+        error.__cause__ = error.__context__ = None
+        error = cause
 
 
 def add_get(router: APIRouter, path: str, handler: Callable[..., Any], **described: Any) -> None:

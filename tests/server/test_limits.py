@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import subprocess
 import sys
+import time
+import weakref
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json
 
-from moe_infinity.server import limits
+from moe_infinity.server import bodies, limits
 from moe_infinity.server.anthropic_body import CountTokensBody, MessagesBody
 from moe_infinity.server.app import create_app
 from moe_infinity.server.bodies import num_items, read_json
@@ -35,6 +39,7 @@ from moe_infinity.server.protocol import CompletionBody, DetokenizeBody, Embeddi
 from moe_infinity.server.refusals import Refused
 from moe_infinity.server.responses_body import ResponsesBody
 from moe_infinity.server.routes import Paths
+from tests.server.serving import serving
 
 SAID = {"role": "user", "content": "a"}
 # The least that each kind of body takes.
@@ -171,6 +176,29 @@ def test_many_items_are_refused_before_they_are_made(text):
     with pytest.raises(Refused) as caught:
         read_json(text.encode(), CompletionBody)
     assert caught.value.error.code == "too_large"
+
+
+def test_a_refused_body_does_not_wait_for_the_garbage_collector(moe):
+    """A future refers to its error, whose frames refer to the body and to the future."""
+
+    read: list[weakref.ref[Any]] = []
+
+    def noted(data: bytes, kind: Any) -> Any:
+        kept = {"a local of a frame of the error"}
+        read.append(weakref.ref(kept))
+        return read_json(data, kind)
+
+    body = {"prompt": [{}] * 20_000}
+    with pytest.MonkeyPatch.context() as patch, serving(moe) as server:
+        patch.setattr(bodies, "read_json", noted)
+        gc.disable()
+        try:
+            for _ in range(3):
+                assert httpx.post(f"{server.url}/v1/completions", json=body).status_code == 400
+            time.sleep(0.2)
+            assert [each() for each in read] == [None] * 3
+        finally:
+            gc.enable()
 
 
 def test_marks_in_texts_are_no_items():
