@@ -22,7 +22,7 @@ from moe_infinity.server import limits
 from moe_infinity.server.preparation import GONE, Preparation
 from moe_infinity.server.refusals import BadRequest, Refused, refused_by, require_within
 
-LARGE = 256 * limits.KIB  # bytes of a body that takes much memory while it is prepared
+LARGE = 64 * limits.KIB  # bytes of a body that takes much memory while it is prepared
 SMALL = 16 << 10  # bytes of a body that is read at once, which takes a few milliseconds at most
 STRING = re.compile(rb'"[^"]*"')  # one that knew escapes would try again at each of them
 

@@ -54,7 +54,9 @@ GBNF = Limit("a grammar in GBNF", 24 * KIB, "characters", 400, "grammar")
 REGEX = Limit("a regular expression", 64 * KIB, "characters", 400, "regex")
 CHOICE = Limit("texts to choose from", 1_900, "items", 400, "choice")
 CHOICE_CHARACTERS = Limit("these texts together", 512 * KIB, "characters", 400, "choice")
-SCHEMA = Limit("JSON schemas of a request, together", MIB, "characters", 400, "json, parameters")
+SCHEMA = Limit(
+    "JSON schemas of a request, together", 512 * KIB, "characters", 400, "json, parameters"
+)
 # Of preparation: JSON, fields, templates, tokens, grammars.
 PREPARING_S = Limit("time for all preparation of a request", 30, "s", 503)
 RENDERING_S = Limit("time of the chat template", 5, "s", 400, "messages")

@@ -188,7 +188,7 @@ def test_a_refused_body_does_not_wait_for_the_garbage_collector(moe):
         read.append(weakref.ref(kept))
         return read_json(data, kind)
 
-    body = {"prompt": [{}] * 20_000}
+    body: dict[str, Any] = {"prompt": [{}] * 20_000}
     with pytest.MonkeyPatch.context() as patch, serving(moe) as server:
         patch.setattr(bodies, "read_json", noted)
         gc.disable()
