@@ -138,5 +138,9 @@ def num_items(data: bytes) -> int:
     found = sum(map(data.count, marks))
     if found <= limits.ITEMS.most:
         return found  # also where some of them are in strings
-    outside = STRING.sub(b"", data.replace(rb"\\", b"").replace(rb"\"", b""))
-    return sum(map(outside.count, marks))
+    plain = data.replace(rb"\\", b"").replace(rb"\"", b"")
+    num_strings = plain.count(b'"') // 2
+    if num_strings > limits.ITEMS.most:
+        return num_strings  # taking each of them out would take much memory
+    outside = STRING.sub(b"", plain)
+    return max(num_strings, sum(map(outside.count, marks)))

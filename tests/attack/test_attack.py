@@ -31,7 +31,7 @@ MIXED_SECONDS = float(os.environ.get("MIXED_SECONDS", "600"))
 NUM_ATTACKERS = 4
 WORST_S = 2.0
 WORST_HEALTH_S = 0.5
-MORE_MEMORY = 100 << 20
+MORE_MEMORY = 256 << 20  # a body of 4 MiB, or a schema of 512 KiB while it is compiled, and caches
 MORE_LOG = 20_000  # bytes
 RESULTS = Path("runs/attack.jsonl")
 

@@ -8,6 +8,7 @@ import json
 import subprocess
 import sys
 import time
+import tracemalloc
 import weakref
 from collections.abc import Iterator
 from functools import cache
@@ -199,6 +200,16 @@ def test_a_refused_body_does_not_wait_for_the_garbage_collector(moe):
             assert [each() for each in read] == [None] * 3
         finally:
             gc.enable()
+
+
+def test_texts_are_counted_without_taking_them_out():
+    body = ('{"prompt": [' + '"a",' * 800_000 + '"a"]}').encode()
+    tracemalloc.start()
+    try:
+        assert num_items(body) > limits.ITEMS.most
+        assert tracemalloc.get_traced_memory()[1] < 5 * len(body)
+    finally:
+        tracemalloc.stop()
 
 
 def test_marks_in_texts_are_no_items():
