@@ -40,7 +40,7 @@ from moe_infinity.server.sequences import (
     Request,
     Running,
 )
-from moe_infinity.server.turns import SeatQueue, to_yield
+from moe_infinity.server.turns import PromptShares, SeatQueue, to_yield
 from moe_infinity.system.threads import keep_running
 
 logger = logging.getLogger(__name__)
@@ -69,6 +69,7 @@ class Engine:
         self._is_closing = False
         self._free_seats = list(range(self.config.max_batch))[::-1]
         self._prefilling: deque[Running] = deque()
+        self._shares = PromptShares(self.config.prefill_chunk)
         self._decoding = Decoding(self._passes)
         self._thread: threading.Thread | None = None
 
@@ -280,11 +281,13 @@ class Engine:
         """
         if not self._prefilling:
             return
-        sequence = self._prefilling[0]
+        sequence = self._shares.next_of(self._prefilling)
         try:
             before = sequence.num_prefilled
             logits_V = self._passes.prefill(sequence)
-            self.counts.prompt_tokens += sequence.num_prefilled - before
+            num_tokens = sequence.num_prefilled - before
+            self._shares.note(sequence, num_tokens)
+            self.counts.prompt_tokens += num_tokens
             self.counts.cached_tokens += sequence.num_cached if before == 0 else 0
             is_read = sequence.is_prefilled
             is_last = is_read and self._begin_answer(sequence, logits_V)
@@ -292,20 +295,13 @@ class Engine:
             self._fail(sequence, error)
             return
         if not is_read:
-            self._let_others_read(sequence.request.client)
             return
         if is_last:
             self._finish(sequence)
             return
-        self._prefilling.popleft()
+        self._prefilling.remove(sequence)
         if not self._begins_anew(sequence):
             self._decoding.add(sequence)
-
-    def _let_others_read(self, client: str) -> None:
-        """Put the prompts of a client behind those of others."""
-        own = [each for each in self._prefilling if each.request.client == client]
-        others = [each for each in self._prefilling if each.request.client != client]
-        self._prefilling = deque([*others, *own])
 
     def _begins_anew(self, sequence: Running) -> bool:
         """Queue a sequence whose next token the model computes without its cache."""

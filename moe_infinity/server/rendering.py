@@ -15,6 +15,7 @@ import atexit
 import contextlib
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -30,6 +31,7 @@ from moe_infinity.system.process_limits import limit_memory, limit_time
 
 MEMORY = 256 * MIB  # of address space, beyond what the process begins with
 NUM_PROCESSES = 2
+SECRET = re.compile("KEY|TOKEN|SECRET|PASS|CREDENTIAL", re.IGNORECASE)
 START_S = 60.0  # imports, on a busy machine
 TOO_SLOW = f"the chat template takes more than {RENDERING_S.most} s, or ends its process"
 ROOT = Path(__file__).parents[2]  # of the package
@@ -54,7 +56,7 @@ class Renderer:
 
     def start(self) -> None:
         """Start the process, unless it runs, and wait until it takes templates. Raises
-        TemplateTooSlow.
+        TemplateTooSlow, and OSError where no process can be started.
         """
         if self._socket is None:
             self._start()
@@ -90,13 +92,15 @@ class Renderer:
     def _start(self) -> None:
         ours, theirs = socket.socketpair()
         path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+        # A template is not trusted: the process gets no secret that it could tell.
+        told = {name: value for name, value in os.environ.items() if not SECRET.search(name)}
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", __name__],
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                env={**os.environ, "PYTHONPATH": path},
+                env={**told, "PYTHONPATH": path},
                 start_new_session=True,  # Ctrl-C is for the server
             )
         self._socket = ours
@@ -120,7 +124,9 @@ class Renderers:
             self._idle.put(renderer)
 
     def start(self) -> None:
-        """Wait until a process takes templates. Raises TemplateTooSlow."""
+        """Wait until a process takes templates. Raises TemplateTooSlow, and OSError where no
+        process can be started.
+        """
         with self._one(time.monotonic() + START_S):
             pass
 

@@ -63,8 +63,8 @@ def call_of(idx: int) -> dict[str, Any]:
 class Rendering:
     """Renders the chat template of a tokenizer, within a time of its own for each conversation.
 
-    A template of the checkpoint runs in a process of its own. Mistral's tokenizers have none: they
-    bring code of a library.
+    A template of the checkpoint runs in a process of its own, if the system lets us have one.
+    Mistral's tokenizers have none: they bring code of a library.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -73,10 +73,13 @@ class Rendering:
             getattr(type(tokenizer), "apply_chat_template", None)
             is PreTrainedTokenizerBase.apply_chat_template
         )
-        self._deadline = 0.0
         if self._is_jinja:
-            shared_renderers().start()
-            self._deadline = time.monotonic() + RENDERING_S.most
+            try:
+                shared_renderers().start()
+            except OSError as error:
+                logger.warning("chat templates run without limits of time and memory: %s", error)
+                self._is_jinja = False
+        self._deadline = time.monotonic() + RENDERING_S.most
 
     def text(
         self,

@@ -89,6 +89,42 @@ class SeatQueue:
         self._queues.clear()
 
 
+class PromptShares:
+    """Tokens of prompts that were computed for each client: whoever will have had fewest comes
+    next, so that a short prompt waits for no long ones of other clients (fair queueing: Demers,
+    Keshav and Shenker, SIGCOMM 1989).
+    """
+
+    def __init__(self, chunk: int) -> None:
+        """`chunk`: tokens of a prompt that a step computes."""
+        self._chunk = chunk
+        self._num_computed: Counter[str] = Counter()
+        self._present: set[str] = set()  # clients that had prompts last time
+
+    def next_of(self, sequences: Sequence[Running]) -> Running:
+        """Return the oldest sequence of the client whose turn it is."""
+        clients = {sequence.request.client for sequence in sequences}
+        least = min((self._num_computed[each] for each in clients & self._present), default=0)
+        # Who comes is as far as who is least far, at least: nobody has saved up turns.
+        known = {each: num for each, num in self._num_computed.items() if num > least}
+        new = dict.fromkeys(clients, least)
+        self._num_computed = Counter(new | known)
+        self._present = clients
+        oldest: dict[str, Running] = {}
+        for sequence in sequences:
+            oldest.setdefault(sequence.request.client, sequence)
+        return min(oldest.values(), key=self._num_behind_next)
+
+    def _num_behind_next(self, sequence: Running) -> int:
+        """Tokens of its client once the next chunk is computed."""
+        num_left = len(sequence.ids) - sequence.num_prefilled
+        return self._num_computed[sequence.request.client] + min(num_left, self._chunk)
+
+    def note(self, sequence: Running, num_tokens: int) -> None:
+        """Take note of what was computed for a sequence."""
+        self._num_computed[sequence.request.client] += num_tokens
+
+
 def num_tokens(sequences: Iterator[Running] | Sequence[Running] | SeatQueue) -> int:
     """Return the tokens of their prompts, together."""
     return sum(len(sequence.ids) for sequence in sequences)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +18,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer, NoRepeatNGramLogitsProcessor
 
-from moe_infinity.server import limits, preparation, tokens
+from moe_infinity.server import limits, preparation, templates, tokens
 from moe_infinity.server.preparation import NUM_THREADS, SHARE, Preparation
 from moe_infinity.server.refusals import PromptTooLong, Refused
 from moe_infinity.server.rendering import Renderers, TemplateRaised, TemplateTooSlow
@@ -25,7 +26,11 @@ from moe_infinity.server.sampling import NoRepeatedNgrams, Penalties, Sampling
 from moe_infinity.server.tokens import TextTokens
 from tests.server.serving import serving
 
-CHAT = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 2, "temperature": 0}
+CHAT: dict[str, Any] = {
+    "messages": [{"role": "user", "content": "Hello"}],
+    "max_tokens": 2,
+    "temperature": 0,
+}
 LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 HUGE = "{{ 'x' * 4000000000 }}"
 MUCH = "{% for a in range(99999) %}{{ 'x' * 4000 }}{% endfor %}"
@@ -250,6 +255,37 @@ def test_a_template_that_makes_too_much_is_refused(renderer, template):
     with pytest.raises(TemplateRaised, match="memory|longer|process ended|ends its process"):
         renderer.render(arguments(template), soon())
     assert renderer.render(arguments("a"), soon()) == "a"
+
+
+def test_the_process_is_told_no_secret(monkeypatch):
+    monkeypatch.setenv("MOE_INFINITY_API_KEY", "s3cret")
+    monkeypatch.setenv("HF_TOKEN", "s3cret")
+    renderers = Renderers(1)
+    try:
+        renderers.start()
+        process = renderers._all[0]._process
+        assert process is not None
+        environ = Path(f"/proc/{process.pid}/environ")
+        if environ.exists():
+            assert b"s3cret" not in environ.read_bytes()
+            assert b"PYTHONPATH" in environ.read_bytes()
+    finally:
+        renderers.close()
+
+
+def test_where_no_process_can_be_started_templates_are_rendered_here(
+    tokenizer, monkeypatch, caplog
+):
+    renderers = Renderers(1)
+
+    def fail() -> None:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(renderers, "start", fail)
+    monkeypatch.setattr(templates, "shared_renderers", lambda: renderers)
+    text = templates.Rendering(tokenizer).text(CHAT["messages"], add_generation_prompt=True)
+    assert "Hello" in text
+    assert "without limits" in caplog.text
 
 
 def test_another_conversation_is_rendered_beside_one_that_loops():

@@ -9,7 +9,7 @@ import pytest
 
 from moe_infinity.server import limits
 from moe_infinity.server.sequences import QueueFull
-from moe_infinity.server.turns import SeatQueue, to_yield
+from moe_infinity.server.turns import PromptShares, SeatQueue, to_yield
 from tests.server.driving import Client, assert_same_answer, make_engine, run_all
 
 GREEDY_ONE = [[1, 2, 3, 4 + each] for each in range(20)]
@@ -17,7 +17,9 @@ OTHER = [7, 8, 9]
 
 
 def waiting(client: str, num_tokens: int = 1) -> Any:
-    return SimpleNamespace(request=SimpleNamespace(client=client), ids=[0] * num_tokens)
+    return SimpleNamespace(
+        request=SimpleNamespace(client=client), ids=[0] * num_tokens, num_prefilled=0
+    )
 
 
 def seats_of(engine: Any) -> dict[str, int]:
@@ -82,6 +84,36 @@ def test_clients_take_turns_with_the_chunks_of_their_prompts(moe):
         engine.step()
     assert short.is_done
     run_all(engine, *long)
+
+
+def test_a_short_prompt_waits_for_no_long_ones_of_many_clients(moe):
+    engine = make_engine(moe, max_batch=8, prefill_chunk=8, prefix_cache="off")
+    long = [Client(engine, [1] * 40, client=str(each), max_new_tokens=1) for each in range(5)]
+    for _ in range(7):
+        engine.step()
+    for _ in range(3):  # it comes again and again
+        short = Client(engine, [2] * 3, client="b", max_new_tokens=1)
+        engine.step()
+        assert short.is_done
+        for _ in range(4):
+            engine.step()
+    run_all(engine, *long)
+
+
+def test_who_comes_late_has_saved_up_nothing():
+    shares = PromptShares(100)
+    first, late = waiting("a", 1000), waiting("b", 1000)
+    for _ in range(5):
+        assert shares.next_of([first]) is first
+        shares.note(first, 100)
+    chosen = []
+    for _ in range(6):
+        chosen.append(shares.next_of([first, late]))
+        shares.note(chosen[-1], 100)
+    assert chosen.count(first) == 3
+    for _ in range(5):
+        shares.note(shares.next_of([late]), 100)
+    assert shares.next_of([late, first]) is late  # the first has gone, and comes anew
 
 
 def test_a_client_that_fills_its_queue_leaves_room_for_another(moe):
