@@ -15,15 +15,12 @@ from typing import Any
 
 import httpx
 import pytest
-import torch
-from transformers import AutoTokenizer, NoRepeatNGramLogitsProcessor
+from transformers import AutoTokenizer
 
-from moe_infinity.server import limits, preparation, templates, tokens
+from moe_infinity.server import limits, preparation, templates
 from moe_infinity.server.preparation import NUM_THREADS, SHARE, Preparation
-from moe_infinity.server.refusals import PromptTooLong, Refused
+from moe_infinity.server.refusals import Refused
 from moe_infinity.server.rendering import Renderers, TemplateRaised, TemplateTooSlow
-from moe_infinity.server.sampling import NoRepeatedNgrams, Penalties, Sampling
-from moe_infinity.server.tokens import TextTokens
 from tests.server.serving import serving
 
 CHAT: dict[str, Any] = {
@@ -220,6 +217,11 @@ def arguments(template: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
+def tokenizer():
+    return AutoTokenizer.from_pretrained("models/demo")
+
+
+@pytest.fixture(scope="module")
 def renderer():
     made = Renderers(1)
     yield made
@@ -325,110 +327,3 @@ def test_a_looping_template_keeps_no_completion_waiting(moe, monkeypatch):
         answer = chat.result(60)
     assert answer.status_code == 400
     assert "the chat template" in answer.json()["error"]["message"]
-
-
-# tokens
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return AutoTokenizer.from_pretrained("models/demo")
-
-
-def test_texts_have_the_ids_that_the_tokenizer_gives(tokenizer):
-    found = TextTokens(tokenizer, 1024)
-    texts = ("", "a", "The old house.\n\n  stood", "é漢👍🏽", "<|endoftext|> and <s>", "x" * 300)
-    for text in texts:
-        for has_special in (True, False):
-            expected = tokenizer(text, add_special_tokens=has_special)["input_ids"]
-            assert found.ids(text, "prompt", has_special=has_special) == expected
-
-
-def test_a_text_far_beyond_the_context_is_refused_by_its_beginning(tokenizer, monkeypatch):
-    found = TextTokens(tokenizer, 1024)
-    seen: list[int] = []
-    ids = found._ids
-
-    def watched(text: str, *, has_special: bool) -> list[int]:
-        seen.append(len(text))
-        return ids(text, has_special=has_special)
-
-    monkeypatch.setattr(found, "_ids", watched)
-    with pytest.raises(PromptTooLong, match="or more"):
-        found.ids("The old house stood by the river. " * 100_000, "prompt")
-    assert sum(seen) < 100_000
-
-
-def test_a_text_that_no_tokens_can_hold_is_not_tokenized(tokenizer, monkeypatch):
-    found = TextTokens(tokenizer, 100)
-    monkeypatch.setattr(found, "_ids", None)
-    for word in ("The old house stood by the river. ", "a", "é漢👍🏽"):
-        with pytest.raises(PromptTooLong, match="or more"):
-            found.ids(word * 100_000, "prompt")
-
-
-def test_a_text_of_long_tokens_is_tokenized_whole(tokenizer):
-    """Many characters need not be many tokens."""
-    word = max(tokenizer.get_vocab(), key=lambda each: len(each) * each.isascii())
-    text = f" {word.strip('Ġ▁')}" * 300
-    expected = tokenizer(text)["input_ids"]
-    assert len(text) > tokens.CHARACTERS * len(expected)
-    assert TextTokens(tokenizer, len(expected)).ids(text, "prompt") == expected
-
-
-def test_other_tokenizers_take_one_text_at_a_time():
-    class Slow:
-        num_running = 0
-
-        def get_vocab(self) -> dict[str, int]:
-            return {"a": 0}
-
-        def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
-            self.num_running += 1
-            assert self.num_running == 1
-            time.sleep(0.001)
-            self.num_running -= 1
-            return {"input_ids": [len(text)]}
-
-    found = TextTokens(Slow(), 1024)
-    with ThreadPoolExecutor(8) as threads:
-        ids = list(threads.map(lambda num: found.ids("a" * num, "prompt"), range(1, 50)))
-    assert ids == [[num] for num in range(1, 50)]
-
-
-def test_a_tokenizer_that_never_ends_is_refused(monkeypatch):
-    monkeypatch.setattr(tokens, "TRIAL_S", 0.2)
-    release = threading.Event()
-
-    class Endless:
-        def get_vocab(self) -> dict[str, int]:
-            return {"a": 0}
-
-        def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
-            release.wait(30)
-            return {"input_ids": []}
-
-    with pytest.raises(Exception, match="tokenizer takes more than"):
-        TextTokens(Endless(), 1024)
-    release.set()
-
-
-# settings of sampling
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 5])
-def test_ngrams_are_forbidden_as_transformers_does(size):
-    ids = torch.randint(0, 4, (1, 60), generator=torch.Generator().manual_seed(size))
-    theirs = NoRepeatNGramLogitsProcessor(size)
-    for start in (1, 2, 20):
-        ours = NoRepeatedNgrams(size, ids[0, :start].tolist())
-        for end in range(start, 60):
-            scores = torch.zeros((1, 4))
-            expected = theirs(ids[:, :end], scores.clone())
-            assert torch.equal(ours(ids[:, :end], scores.clone()), expected), (start, end)
-
-
-def test_biases_are_added_to_their_tokens():
-    penalties = Penalties(Sampling(logit_bias={3: 1.5, 0: -100.0}), num_prompt=0)
-    scores = penalties(torch.zeros((1, 0), dtype=torch.long), torch.zeros((1, 5)))
-    assert scores.tolist() == [[-100.0, 0.0, 0.0, 1.5, 0.0]]
