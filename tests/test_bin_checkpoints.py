@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from moe_infinity import CheckpointError, MoE
+from moe_infinity.checkpoint.headers import read_pickled
 from moe_infinity.inspection import inspect_checkpoint
 from tests.architectures.encoder_decoders import (
     BUDGETS,
@@ -33,6 +34,10 @@ def name(request) -> str:
 @pytest.fixture(scope="module")
 def bin_checkpoint(name, tmp_path_factory) -> Path:
     return save_bin(make_model(name).to(torch.bfloat16), tmp_path_factory.mktemp("bin"))
+
+
+def bytes_of(tensor: torch.Tensor) -> bytes:
+    return tensor.detach().contiguous().view(torch.uint8).numpy().tobytes()
 
 
 @pytest.mark.grid
@@ -60,6 +65,21 @@ def test_weights_that_share_a_storage_in_the_pickle_give_the_tokens_of_stock(nam
     with MoE(tmp_path, host_memory="50%", exact=True) as moe:
         for ours, theirs in zip(forward_and_generate(moe.model), expected, strict=True):
             assert torch.equal(ours, theirs)
+
+
+def test_weights_of_a_gpu_are_read_without_one(bin_checkpoint, copy_of, monkeypatch):
+    folder = copy_of(bin_checkpoint)
+    file = folder / "pytorch_model.bin"
+    here, _ = read_pickled(file)
+    tensors = torch.load(file, weights_only=True)
+    monkeypatch.setattr(torch.serialization, "location_tag", lambda _: "cuda:0")
+    torch.save(tensors, file)
+    there, _ = read_pickled(file)
+    assert [(t.name, t.kind) for t in there] == [(t.name, t.kind) for t in here]
+    content = file.read_bytes()
+    for tensor in there:
+        start, end = tensor.extent.offset, tensor.extent.offset + tensor.extent.num_bytes
+        assert content[start:end] == bytes_of(tensors[tensor.name])
 
 
 def test_a_transposed_weight_in_the_pickle_is_refused_by_name(bin_checkpoint, copy_of):

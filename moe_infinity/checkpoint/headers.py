@@ -8,10 +8,12 @@ which file. Only headers are read.
                   bytes of a storage
 
 torch reads the pickle of a .bin as one of weights only: it runs no code. On the meta device it
-reads no storage either, but notes where each begins. So the experts are read in place, as from
-safetensors. GGUF files are in gguf_file.py.
+reads no storage either, but notes where each begins; older versions do so for fake tensors only,
+which take six times as long. So the experts are read in place, as from safetensors. GGUF files are
+in gguf_file.py.
 
-Private name of torch used here: `_checkpoint_offset`.
+Private names of torch used here: `_subclasses.fake_tensor` and `_checkpoint_offset`, both of which
+the notes on serialization in torch's documentation have.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from __future__ import annotations
 import struct
 import zipfile
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -26,8 +29,10 @@ from pickle import UnpicklingError
 from typing import IO, Any
 
 import torch
+from packaging.version import Version
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from moe_infinity.errors import CheckpointError
 
@@ -40,6 +45,7 @@ STORED_DTYPES = {
     "U32": ("uint32", 32), "U64": ("uint64", 64),
 }  # fmt: skip
 STORED_NAMES = {name: stored for stored, (name, _) in STORED_DTYPES.items()}
+META_READS_NOTHING = Version(torch.__version__) >= Version("2.13")
 MAX_PICKLE_BYTES = 100_000_000  # as for a safetensors header
 LOCAL_HEADER = struct.Struct("<26xHH")  # of a zip entry: the lengths of its name and extra field
 
@@ -147,7 +153,8 @@ def read_pickled(file: Path) -> tuple[list[StoredTensor], int]:
     """The tensors of a .bin, and the bytes read for that. Raises CheckpointError."""
     try:
         storages, num_bytes = _read_archive(file)
-        tensors = torch.load(file, map_location="meta", weights_only=True)
+        with nullcontext() if META_READS_NOTHING else FakeTensorMode():
+            tensors = torch.load(file, map_location="meta", weights_only=True)
     except UnpicklingError as error:  # torch's message tells how to run the code in it
         raise CheckpointError(
             f"{file}: its list of tensors is broken, or asks for what no list of tensors needs"
