@@ -198,7 +198,7 @@ def greedy(at: Target, chance: random.Random, key: str) -> None:
 
 def echoes(at: Target, chance: random.Random, key: str) -> None:
     """Prompts that come back with alternatives for each token."""
-    body = {"prompt": "The old house " * 250, "echo": True, "logprobs": 20, "max_tokens": 1, "n": 8}
+    body = {"prompt": "The old house " * 250, "echo": True, "logprobs": 20, "max_tokens": 1, "n": 6}
     at.ask("POST", "/v1/completions", body, key)
 
 
