@@ -9,7 +9,7 @@ from pathlib import Path
 
 import transformers
 
-from moe_infinity.checkpoint.gguf_config import KNOWN
+from moe_infinity.checkpoint.gguf_architectures import KNOWN
 from tests.gguf_files import MODELS
 from tools.convert_to_gguf import ARCHITECTURES
 
@@ -25,7 +25,8 @@ def table() -> str:
         architecture = ARCHITECTURES[name]
         config_class = transformers.CONFIG_MAPPING[name]
         model_class = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[config_class].__name__
-        is_enough = architecture in KNOWN and KNOWN[architecture].model_type == name
+        metadata = KNOWN[architecture].metadata
+        is_enough = metadata is not None and metadata.model_type == name
         config = "file" if is_enough else "`--config`"
         lines.append(f"| {architecture} | {model_class} | {config} |")
     return "\n".join(lines) + "\n"

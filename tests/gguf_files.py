@@ -67,6 +67,14 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
         "linear_key_head_dim": 16, "linear_value_head_dim": 16,
     },
+    "qwen3_5_moe_text": {
+        "num_experts": 8, "moe_intermediate_size": 96, "shared_expert_intermediate_size": 64,
+        "num_hidden_layers": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 6,
+        "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+        "rope_parameters": {
+            "rope_type": "default", "rope_theta": 5000.0, "partial_rotary_factor": 0.5,
+        },
+    },
 }  # fmt: skip
 WIDE = {"hidden_size": 256, "intermediate_size": 256, "moe_intermediate_size": 256}  # K-quants
 

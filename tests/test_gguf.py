@@ -17,8 +17,7 @@ import transformers
 
 from moe_infinity import CheckpointError, MoE
 from moe_infinity.architectures.model_parts import PackedLinear
-from moe_infinity.checkpoint.gguf_config import KNOWN
-from moe_infinity.checkpoint.gguf_names import CHECKED
+from moe_infinity.checkpoint.gguf_architectures import KNOWN
 from moe_infinity.inspection import inspect_checkpoint
 from scripts.gguf_table import GUIDE, table
 from tests.closeness import distance
@@ -41,7 +40,8 @@ def logits_of(file: Path, **options: Any) -> torch.Tensor:
 
 def config_for(name: str, folder: Path) -> str | None:
     """Where the config comes from, if the file does not say all of it."""
-    is_enough = ARCHITECTURES[name] in KNOWN and name != "granitemoeshared"
+    metadata = KNOWN[ARCHITECTURES[name]].metadata
+    is_enough = metadata is not None and metadata.model_type == name
     return None if is_enough else str(folder)
 
 
@@ -348,7 +348,7 @@ def test_of_a_config_with_vision_the_text_part_is_taken(tmp_path):
 
 
 def test_all_architectures_that_load_are_compared_here():
-    assert set(CHECKED) == {ARCHITECTURES[name] for name in MODELS}
+    assert set(KNOWN) == {ARCHITECTURES[name] for name in MODELS}
 
 
 def test_the_guide_lists_the_architectures_that_load():

@@ -27,6 +27,7 @@ from safetensors import safe_open
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # if this is run as a script
 
+from tools.gguf_changes import changed, more_metadata
 from tools.vocabulary_to_gguf import read_tokenizer
 
 ARCHITECTURES = {
@@ -34,7 +35,7 @@ ARCHITECTURES = {
     "gpt_oss": "gpt-oss", "deepseek_v2": "deepseek2", "deepseek_v3": "deepseek2",
     "glm4_moe": "glm4moe", "granitemoe": "granitemoe", "granitemoeshared": "granitemoe",
     "phimoe": "phimoe", "ernie4_5_moe": "ernie4_5-moe", "llama4_text": "llama4",
-    "minimax_m2": "minimax-m2", "qwen3_next": "qwen3next",
+    "minimax_m2": "minimax-m2", "qwen3_next": "qwen3next", "qwen3_5_moe_text": "qwen35moe",
 }  # fmt: skip
 EXPERT = re.compile(r"model\.layers\.(\d+)\..*experts\.(\d+)\.(\w+)\.weight")
 LEAVES = {
@@ -42,6 +43,7 @@ LEAVES = {
     "w2": "down",
 }  # fmt: skip
 REORDERED = ("llama", "granitemoe")  # rows of q and k
+CHANGED = ("qwen3next", "qwen35moe")  # whose other weights gguf_changes.py knows
 TYPES = {"f32": Type.F32, "f16": Type.F16, "bf16": Type.BF16, "q8_0": Type.Q8_0, "q4_0": Type.Q4_0,
          "q5_1": Type.Q5_1, "mxfp4": Type.MXFP4, "q4_k_m": Type.Q4_K}  # fmt: skip
 SCALES = {Type.Q4_K: slice(0, 4), Type.Q5_K: slice(0, 4), Type.Q6_K: slice(208, 210)}  # float16
@@ -105,13 +107,10 @@ class Converter:
             for leaf, places in (("qkv", [0, 1, 2]), ("gate", [3])):
                 make = partial(self._of_heads, places)
                 yield Target(f"{block}.attn_{leaf}.weight", [name], make)
-        elif name.endswith("A_log"):
-            yield Target(f"{block}.ssm_a", [name], lambda t: -t[0].float().exp())
         elif name.endswith("dt_bias"):
-            yield Target(f"{block}.ssm_dt.bias", [name], one)
-        elif self.architecture == "qwen3next" and name.endswith("norm.weight"):
-            added = 0 if name.endswith("linear_attn.norm.weight") else 1
-            yield Target(self._mapped(name), [name], lambda t: t[0] + added)
+            yield Target(f"{block}.ssm_dt.bias", [name], self._changed(name))
+        elif self.architecture in CHANGED:
+            yield Target(self._mapped(name), [name], self._changed(name))
         else:
             yield Target(self._mapped(name), [name], self._plain(name))
 
@@ -124,6 +123,9 @@ class Converter:
         value = config["linear_num_value_heads"] // heads * config["linear_value_head_dim"]
         by_head = weight.reshape(heads, -1, weight.shape[1]).split([key, key, value, value], 1)
         return torch.cat([by_head[place].flatten(0, 1) for place in places])
+
+    def _changed(self, name: str) -> Callable[[list[torch.Tensor]], torch.Tensor]:
+        return lambda tensors: changed(self.architecture, name, tensors[0], self._config)
 
     def _mapped(self, name: str) -> str:
         name = name.removesuffix("_bias") + ".bias" if name.endswith("correction_bias") else name
@@ -234,7 +236,7 @@ def write_metadata(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_head_count_kv(config["num_key_value_heads"])
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
-    writer.add_rope_dimension_count(head_dim)
+    writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1)))
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_rope_freq_base(rope.get("rope_theta") or config.get("rope_theta") or 1e4)
     writer.add_vocab_size(config["vocab_size"])
@@ -254,6 +256,8 @@ def write_metadata(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     for key, add in more.items():
         if config.get(key):
             add(config[key])
+    for key, value in more_metadata(config).items():
+        writer.add_key_value(f"{writer.arch}.{key}", value, value_type(key, value))
     if rope.get("rope_type") == "yarn":
         writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
         writer.add_rope_scaling_factor(rope["factor"])

@@ -6,13 +6,13 @@ Private names of transformers used here: `GGUF_CONFIG_MAPPING`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any
 
 import transformers
 from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
 
 from moe_infinity.checkpoint.config_limits import check_config
+from moe_infinity.checkpoint.gguf_architectures import KNOWN, Metadata
 from moe_infinity.checkpoint.gguf_file import WITH_CONFIG, GgufModel
 from moe_infinity.checkpoint.gguf_rope import rope_parameters
 from moe_infinity.errors import CheckpointError, UnsupportedModelError
@@ -34,90 +34,34 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class Known:
-    """An architecture whose metadata are enough."""
-
-    model_type: str  # of transformers
-    like: str  # its entry in transformers' table of metadata
-    more: dict[str, str] = field(default_factory=dict)  # what the entry lacks
-    fixed: dict[str, Any] = field(default_factory=dict)  # what no metadata say
-    yarn: dict[str, Any] = field(default_factory=dict)  # what metadata do not say of it
-
-
-KNOWN = {
-    "qwen2moe": Known(
-        "qwen2_moe",
-        "qwen2_moe",
-        {
-            "expert_feed_forward_length": "moe_intermediate_size",
-            "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
-            "expert_weights_norm": "norm_topk_prob",
-        },
-    ),
-    "qwen3moe": Known(
-        "qwen3_moe",
-        "qwen3_moe",
-        {
-            "expert_feed_forward_length": "moe_intermediate_size",
-            "expert_weights_norm": "norm_topk_prob",
-        },
-        {"norm_topk_prob": True},
-    ),
-    "llama": Known(
-        "mixtral",
-        "llama",
-        {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"},
-    ),
-    "olmoe": Known(
-        "olmoe",
-        "qwen2_moe",
-        {"expert_weights_norm": "norm_topk_prob", "attention.clamp_kqv": "clip_qkv"},
-    ),
-    "granitemoe": Known(
-        "granitemoe",
-        "qwen2",
-        {
-            "expert_count": "num_local_experts",
-            "expert_used_count": "num_experts_per_tok",
-            "attention.scale": "attention_multiplier",
-            "embedding_scale": "embedding_multiplier",
-            "residual_scale": "residual_multiplier",
-            "logit_scale": "logits_scaling",
-        },
-    ),
-    "gpt-oss": Known(
-        "gpt_oss",
-        "gpt_oss",
-        {"attention.sliding_window": "sliding_window"},
-        yarn={"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
-    ),
-}
-
-
 def config_of(gguf: GgufModel) -> Any:
     """transformers' config of a model. Raises UnsupportedModelError where the metadata are not
     enough, CheckpointError where they cannot be true.
     """
     where = gguf.files[0]
-    known = KNOWN.get(gguf.architecture)
+    entry = KNOWN.get(gguf.architecture)
+    known = None if entry is None else entry.metadata
     if known is None:
+        enough = ", ".join(name for name, entry in KNOWN.items() if entry.metadata is not None)
         raise UnsupportedModelError(
             f"{where}: the metadata of a {gguf.architecture} model do not say all of its config; "
-            f"those of {', '.join(KNOWN)} do\n{WITH_CONFIG}"
+            f"those of {enough} do\n{WITH_CONFIG}"
         )
     found = _mapped(gguf, known) | _from_tensors(gguf)
     found.setdefault("num_key_value_heads", found["num_attention_heads"])
     default = found["hidden_size"] // found["num_attention_heads"]
     found["head_dim"] = gguf.value("attention.key_length", default)
     rotary = gguf.value("rope.dimension_count", found["head_dim"])
-    if rotary != found["head_dim"]:
+    if rotary != found["head_dim"] and not known.has_partial_rotary:
         raise UnsupportedModelError(
             f"{where}: rope.dimension_count is {rotary}, but heads have {found['head_dim']}"
             f"\n{WITH_CONFIG}"
         )
     theta = found.pop("rope_theta", 10000.0)
     found["rope_parameters"] = rope_parameters(gguf, theta, known.yarn)
+    if known.has_partial_rotary:
+        found["rope_parameters"]["partial_rotary_factor"] = rotary / found["head_dim"]
+    found |= known.derived(gguf)
     ids = gguf.vocabulary.ids
     ends = gguf.vocabulary.ends()
     found |= {
@@ -132,13 +76,13 @@ def config_of(gguf: GgufModel) -> Any:
         raise UnsupportedModelError(f"{where}: no config can be made of it: {error}") from error
 
 
-def _mapped(gguf: GgufModel, known: Known) -> dict[str, Any]:
+def _mapped(gguf: GgufModel, known: Metadata) -> dict[str, Any]:
     """The fields of the config that the metadata name. A size is refused that no tensor of the
     model can have, and so is what no field can say.
     """
     largest = max(max(tensor.shape) for tensor in gguf.tensors.values())
     found = dict(known.fixed)
-    fields = GGUF_CONFIG_MAPPING[known.like] | {"rope.dimension_count": None} | known.more
+    fields = {**GGUF_CONFIG_MAPPING[known.like], "rope.dimension_count": None, **known.more}
     for key, name in fields.items():
         value = _one(gguf.value(key))
         if name is None or value is None:
@@ -172,14 +116,8 @@ def _from_tensors(gguf: GgufModel) -> dict[str, Any]:
     if embeddings is None or len(embeddings.shape) != 2:
         raise CheckpointError(f"{gguf.files[0]}: no tensor token_embd.weight")
     vocab_size, hidden_size = embeddings.shape
-    ahead = gguf.value("nextn_predict_layers", 0)  # layers that predict more than one token ahead
-    num_layers = gguf.value("block_count", gguf.num_blocks + ahead) - ahead
-    if not 0 < num_layers <= gguf.num_blocks:
-        raise CheckpointError(
-            f"{gguf.files[0]}: {gguf.num_blocks} of {num_layers} layers have tensors"
-        )
     return {
-        "num_hidden_layers": num_layers,
+        "num_hidden_layers": gguf.num_layers,
         "vocab_size": vocab_size,
         "hidden_size": hidden_size,
         "tie_word_embeddings": "output.weight" not in gguf.tensors,

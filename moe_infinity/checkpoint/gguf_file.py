@@ -81,6 +81,19 @@ class GgufModel:
         numbers = {int(match[1]) for match in map(BLOCK.match, self.tensors) if match is not None}
         return next(number for number in range(len(numbers) + 1) if number not in numbers)
 
+    @property
+    def num_layers(self) -> int:
+        """The number of layers, without those that predict more than one token ahead. Raises
+        CheckpointError if not all of them have tensors.
+        """
+        ahead = self.value("nextn_predict_layers", 0)
+        num_layers: int = self.value("block_count", self.num_blocks + ahead) - ahead
+        if not 0 < num_layers <= self.num_blocks:
+            raise CheckpointError(
+                f"{self.files[0]}: {self.num_blocks} of {num_layers} layers have tensors"
+            )
+        return num_layers
+
     @cached_property
     def vocabulary(self) -> Vocabulary:
         """The tokens of the file. Raises CheckpointError."""

@@ -6,21 +6,17 @@ converter changed.
 
 What comes out are the weights of a checkpoint under names of the model, and rules of transformers
 for what is more than another name. So plan.py and transformers load it as any other checkpoint.
-
-What the converter moved (rows) an operation of transformers' rules moves back. What it changed
-(values) is undone by a function, because transformers rounds before its rules apply.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import logging
 import re
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, TypeVar
 
 import gguf
-import torch
-from torch import Tensor
 from transformers.core_model_loading import (
     Concatenate,
     ConversionOps,
@@ -31,7 +27,9 @@ from transformers.core_model_loading import (
 )
 
 from moe_infinity.architectures.adapters import ExpertsModule
+from moe_infinity.checkpoint.gguf_architectures import KNOWN
 from moe_infinity.checkpoint.gguf_file import GgufModel
+from moe_infinity.checkpoint.gguf_undo import JoinHeads, JoinKeysAndValues
 from moe_infinity.checkpoint.headers import STORED_DTYPES, Extent, StoredTensor
 from moe_infinity.checkpoint.packing import PackedTensor, PartFormat, WeightFormat
 from moe_infinity.checkpoint.plan import Weights, find_experts
@@ -40,103 +38,22 @@ from moe_infinity.experts import ParamSpec
 from moe_infinity.kernels.unpack import BLOCKS, blocks_layout, row_bytes
 from moe_infinity.layout import WeightLayout
 
-Tensors = dict[str, Any]  # by pattern: a tensor, or a list with one
+logger = logging.getLogger(__name__)
+
+Entry = TypeVar("Entry")
 NUMBER = re.compile(r"\.(\d+)\.")
-# How transformers calls what the gguf package knows by the name of an older checkpoint.
-OLDER_NAMES = {
+# Tensors whose parameters have names that the gguf package's map does not know.
+OTHER_NAMES = {
     ".e_score_correction_bias": "exp_probs_b.bias",
     ".block_sparse_moe.router.weight": "ffn_gate_inp.weight",
     ".linear_attn.dt_bias": "ssm_dt.bias",
 }
-# What the tests compare with transformers. For others the converter may change values as well.
-CHECKED = (
-    "deepseek2", "ernie4_5-moe", "glm4moe", "gpt-oss", "granitemoe", "llama", "llama4",
-    "minimax-m2", "olmoe", "phimoe", "qwen2moe", "qwen3moe", "qwen3next",
-)  # fmt: skip
-# Their converter makes rotary pairs neighbours among the rows of q and k.
-REORDERED = ("llama", "granitemoe")
-ROTARY = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
-
-
-class Undo(ConversionOps):  # type: ignore[misc]
-    """An operation of transformers' rules that makes one parameter of the weights of its
-    patterns.
-    """
-
-    def convert(
-        self,
-        input_dict: Tensors,
-        source_patterns: list[str],
-        target_patterns: list[str],
-        config: Any = None,
-        **kwargs: Any,
-    ) -> dict[str, Tensor]:
-        found = [input_dict[pattern] for pattern in source_patterns]
-        weights = [each[0] if isinstance(each, list) else each for each in found]
-        return {target_patterns[0]: self.undone(weights, config)}
-
-    def undone(self, weights: list[Tensor], config: Any) -> Tensor:
-        """Return the parameter. Each subclass undoes one change of the converter."""
-        raise NotImplementedError
-
-
-class UndoRotaryOrder(Undo):
-    """Rows of queries or keys, whose rotary pairs the converter made neighbours."""
-
-    def __init__(self, heads: str) -> None:
-        self.heads = heads  # the config's name for how many there are
-
-    def undone(self, weights: list[Tensor], config: Any) -> Tensor:
-        (weight,) = weights
-        pairs = weight.reshape(getattr(config, self.heads), -1, 2, *weight.shape[1:])
-        return pairs.transpose(1, 2).reshape(weight.shape).contiguous()
-
-
-class JoinHeads(Undo):
-    """in_proj_qkvz of Qwen3-Next's linear attention, which has queries, keys, values and gates of
-    one head after the other. The converter made two tensors of it: queries of all heads, then keys,
-    then values; and gates.
-    """
-
-    def undone(self, weights: list[Tensor], config: Any) -> Tensor:
-        rest, gates = weights
-        heads = config.linear_num_key_heads
-        key_rows = heads * config.linear_key_head_dim
-        queries, keys, values = rest.split([key_rows, key_rows, len(rest) - 2 * key_rows])
-        parts = [part.reshape(heads, -1, part.shape[1]) for part in (queries, keys, values, gates)]
-        return torch.cat(parts, dim=1).flatten(0, 1).contiguous()
-
-
-class JoinKeysAndValues(Undo):
-    """kv_b_proj of DeepSeek's attention, of which the converter made two tensors of heads: keys
-    [heads, C, R] and values [heads, R, C].
-    """
-
-    def undone(self, weights: list[Tensor], config: Any) -> Tensor:
-        keys, values = weights
-        both = torch.cat([keys.transpose(1, 2), values], dim=1)
-        return both.reshape(-1, both.shape[-1])
-
-
-def subtract_one(weight: Tensor) -> Tensor:
-    """The weight of a norm, to which the converter added what the model's code adds."""
-    return weight - 1
-
-
-def log_of_negative(weight: Tensor) -> Tensor:
-    """A_log of a recurrent layer, of which the converter stored -exp(A_log)."""
-    return torch.log(-weight)
-
-
 # Parameters that the converter splits, if it does, and the parts.
 SPLIT: dict[str, tuple[tuple[str, ...], ConversionOps]] = {
     ".self_attn.kv_b_proj.weight": (("attn_k_b", "attn_v_b"), JoinKeysAndValues()),
     ".shared_mlp.input_linear.weight": (("ffn_gate_shexp", "ffn_up_shexp"), Concatenate(0)),
     ".linear_attn.in_proj_qkvz.weight": (("attn_qkv", "attn_gate"), JoinHeads()),
 }
-# What their norms, but for this one, are multiplied with is one more than the model's parameter.
-NORMS_PLUS_ONE = ("qwen3next",)
-OTHER_NORM = ".linear_attn.norm.weight"
 OF_EXPERTS = {
     "gate_up_proj": ("ffn_gate_exps", "ffn_up_exps"),
     "gate_proj": ("ffn_gate_exps",),
@@ -184,15 +101,16 @@ class Names:
     """Gives tensors of a file the names of a model's parameters."""
 
     def __init__(self, model: Any, file: GgufModel) -> None:
-        if file.architecture not in CHECKED:
+        if file.architecture not in KNOWN:
             raise UnsupportedModelError(
                 f"{file.files[0]}: nobody has checked yet what llama.cpp's converter does to a "
-                f"{file.architecture} model, expected one of: {', '.join(CHECKED)}"
+                f"{file.architecture} model, expected one of: {', '.join(KNOWN)}"
             )
         numbers = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
         self.weights: Weights = {}
         self.rules: dict[str, WeightConverter] = {}  # by parameter, without the layer
         self._file = file
+        self._architecture = KNOWN[file.architecture]
         self._params = model.state_dict()
         self._num_layers = model.config.get_text_config().num_hidden_layers
         self._map = gguf.get_tensor_name_map(numbers[file.architecture], self._num_layers)
@@ -237,20 +155,20 @@ class Names:
     def add_dense(self) -> None:
         for param in self._params:
             stored = self._stored_as(param)
-            parts = [entry for end, entry in SPLIT.items() if param.endswith(end)]
+            parts = _by_end(SPLIT, param)
             if stored is None:
                 stored = self._rows_of_fused(param)
             if stored is not None:
                 self._add_one(param, stored)
-            elif parts:
-                ((leaves, operation),) = parts
+            elif parts is not None:
+                leaves, operation = parts
                 self._add(param, [f"{leaf}.weight" for leaf in leaves], [operation])
 
     def _stored_as(self, param: str) -> StoredTensor | None:
         """The one tensor that is this parameter, if there is one."""
-        for end, leaf in OLDER_NAMES.items():
-            if param.endswith(end):
-                return self._stored(param, leaf)
+        leaf = _by_end(OTHER_NAMES, param)
+        if leaf is not None:
+            return self._stored(param, leaf)
         name = self._map.get_name(param, try_suffixes=(".weight", ".bias"))
         if name is None:
             return None
@@ -295,16 +213,11 @@ class Names:
         wanted = tuple(self._params[param].shape)
         if _without_ones(tensor.shape) == _without_ones(wanted):
             tensor = dataclasses.replace(tensor, shape=wanted)
-        self._keep(param, dataclasses.replace(tensor, undo=self._undo_of(param)))
-        heads = ROTARY.get(param.split(".")[-2]) if "." in param else None
-        if heads is not None and self._file.architecture in REORDERED:
-            self._add_rule(param, [param], [UndoRotaryOrder(heads)])
-
-    def _undo_of(self, param: str) -> Callable[[Tensor], Tensor] | None:
-        has_one_more = self._file.architecture in NORMS_PLUS_ONE and param.endswith("norm.weight")
-        if has_one_more and not param.endswith(OTHER_NORM):
-            return subtract_one
-        return log_of_negative if param.endswith(".A_log") else None
+        undo = _by_end(self._architecture.changed, param)
+        self._keep(param, dataclasses.replace(tensor, undo=undo))
+        moved = _by_end(self._architecture.moved, param)
+        if moved is not None:
+            self._add_rule(param, [param], [moved])
 
     def _add(self, param: str, leaves: list[str], operations: list[ConversionOps]) -> None:
         """A parameter that is made of these tensors of its layer, those that there are."""
@@ -330,13 +243,22 @@ class Names:
 
     def refuse_unused(self) -> None:
         """Layers after the last are those that predict more than one token ahead."""
+        ahead = 0
         for name in sorted(self._unused):
             block = re.match(r"blk\.(\d+)\.", name)
             is_later = block is not None and int(block[1]) >= self._num_layers
+            ahead += is_later
             if not is_later and "rope_" not in name:  # the config says how positions are scaled
                 raise CheckpointError(
                     f"{self._file.files[0]}: tensor {name} is no parameter of this model"
                 )
+        if ahead:
+            logger.info("%d tensors of layers that predict further ahead are not used", ahead)
+
+
+def _by_end(table: Mapping[str, Entry], param: str) -> Entry | None:
+    """The entry of the first end that the parameter's name has."""
+    return next((entry for end, entry in table.items() if param.endswith(end)), None)
 
 
 def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -1,0 +1,117 @@
+"""Families of GGUF files whose converter changes more than names: the logits of transformers, for
+short and long prompts and while decoding, alone and in a batch of the server; and those of
+llama.cpp, which would notice if the converter did something else than we think.
+
+MOE_INFINITY_LLAMA_PYTHON names an interpreter that has llama_cpp and numpy; without it the tests
+of llama.cpp are skipped.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from gguf import GGUFValueType as T
+
+from moe_infinity import MoE
+from tests.closeness import distance, logits_of_steps
+from tests.conftest import save_tokenizer
+from tests.gguf_files import build, rewrite
+from tests.server.driving import Client, assert_same_answer, make_engine, run_all
+from tools.convert_to_gguf import convert
+
+pytestmark = pytest.mark.arithmetic
+
+FAMILIES = ("qwen3_5_moe_text",)
+LLAMA_PYTHON = os.environ.get("MOE_INFINITY_LLAMA_PYTHON")
+LLAMA_LOGITS = Path(__file__).parents[1] / "benchmarks" / "llama_logits.py"
+# Of the largest logit. Between two arithmetics it is as large as between either and float64.
+TOLERANCES = {True: 1e-5, False: 1e-4}  # by `exact`
+
+
+@pytest.fixture(params=FAMILIES, scope="module")
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of the family, with its file f32.gguf."""
+    name = request.param
+    folder = build(name, tmp_path_factory.mktemp(name), max_position_embeddings=1024)
+    convert(folder, folder / "f32.gguf", "f32")
+    save_tokenizer(folder)
+    return folder
+
+
+@functools.cache
+def ids_of(length: int) -> torch.Tensor:
+    return torch.randint(3, 120, (1, length), generator=torch.Generator().manual_seed(length))
+
+
+def opened(file: Path, **options: Any) -> MoE:
+    return MoE(file, device="cpu", dtype="float32", host_memory="50%", **options)
+
+
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize("length", [3, 70, 700])
+def test_prompts_and_decode_steps_have_the_logits_of_transformers(length, exact, folder):
+    stock = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    ids = ids_of(length + 12)
+    with torch.no_grad(), opened(folder / "f32.gguf", exact=exact) as moe:
+        assert distance(moe.model(ids).logits, stock(ids).logits) < TOLERANCES[exact]
+        found = logits_of_steps(moe.model, ids, length)
+        assert distance(found, logits_of_steps(stock, ids, length)) < TOLERANCES[exact]
+
+
+def test_a_batch_of_the_server_has_the_answers_of_each_alone(folder):
+    prompts = [ids_of(length)[0].tolist() for length in (3, 70, 20, 131)]
+    with opened(folder / "f32.gguf", config_from=str(folder)) as moe:
+        alone = make_engine(moe, max_batch=1)
+        together = make_engine(moe, max_batch=4, prefill_chunk=32)
+        singles = [Client(alone, prompt, max_new_tokens=9) for prompt in prompts]
+        clients = [Client(together, prompt, max_new_tokens=9) for prompt in prompts]
+        run_all(alone, *singles)
+        run_all(together, *clients)
+        for single, client in zip(singles, clients, strict=True):
+            assert_same_answer(client, single)
+
+
+@pytest.mark.skipif(LLAMA_PYTHON is None, reason="MOE_INFINITY_LLAMA_PYTHON names no interpreter")
+@pytest.mark.parametrize("length", [3, 70, 700])
+def test_llama_cpp_has_the_same_logits(length, folder, tmp_path):
+    ids = ids_of(length)
+    np.save(tmp_path / "ids.npy", ids.numpy())
+    places = [folder / "f32.gguf", tmp_path / "ids.npy", tmp_path / "logits.npy"]
+    done = subprocess.run(
+        [LLAMA_PYTHON, LLAMA_LOGITS, *places], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    theirs = np.load(tmp_path / "logits.npy")
+    with torch.no_grad(), opened(folder / "f32.gguf") as moe:
+        ours = moe.model(ids).logits.numpy()
+    assert np.corrcoef(ours.ravel(), theirs.ravel())[0, 1] > 0.9999
+
+
+def test_layers_that_predict_further_ahead_are_left_out(tmp_path, caplog):
+    """As in files of Qwen3.5, whose block_count counts them."""
+    folder = build("qwen3_5_moe_text", tmp_path / "model")
+    convert(folder, folder / "f32.gguf", "f32")
+    kinds = [True, True, True, False, False]
+    keys = {
+        "qwen35moe.block_count": (T.UINT32, 5), "qwen35moe.nextn_predict_layers": (T.UINT32, 1),
+        "qwen35moe.attention.recurrent_layers": kinds,
+    }  # fmt: skip
+    ahead = {
+        name: np.ones(64, np.float32)
+        for name in ("blk.4.attn_norm.weight", "blk.4.nextn.enorm.weight")
+    }
+    file = rewrite(folder / "f32.gguf", tmp_path / "m.gguf", keys, **ahead)
+    ids = ids_of(20)
+    with torch.no_grad(), caplog.at_level("INFO"), opened(file) as moe:
+        found = moe.model(ids).logits
+    with torch.no_grad(), opened(folder / "f32.gguf") as moe:
+        assert torch.equal(found, moe.model(ids).logits)
+    assert caplog.text.count("2 tensors of layers that predict further ahead") == 1
