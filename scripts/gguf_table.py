@@ -11,24 +11,44 @@ import transformers
 
 from moe_infinity.checkpoint.gguf_architectures import KNOWN
 from tests.gguf_files import MODELS
+from tests.test_gguf_families import LIKE_LLAMA_CPP
 from tools.convert_to_gguf import ARCHITECTURES
 
 GUIDE = Path(__file__).resolve().parents[1] / "docs" / "gguf.md"
 BEGIN = "<!-- models: begin (python -m scripts.gguf_table) -->\n"
 END = "<!-- models: end -->"
+# What files of an architecture say of their tokenizer, by llama.cpp's converter.
+TOKENIZERS = {
+    "deepseek2": ("deepseek-llm", "deepseek-v3"), "dots1": ("qwen2",), "ernie4_5-moe": ("llama",),
+    "gemma4": ("gemma4",), "glm4moe": ("glm4",), "gpt-oss": ("gpt-4o",),
+    "granitehybrid": ("dbrx",), "granitemoe": ("refact",), "hunyuan-moe": ("hunyuan",),
+    "lfm2moe": ("lfm2",), "llama": ("llama",), "llama4": ("llama4",),
+    "minimax-m2": ("minimax-m2",), "nemotron_h_moe": ("pixtral",), "olmoe": ("olmo",),
+    "phimoe": ("llama",), "qwen2moe": ("qwen2",), "qwen35moe": ("qwen35",),
+    "qwen3moe": ("qwen2",), "qwen3next": ("qwen2",),
+}  # fmt: skip
 
 
 def table() -> str:
     """Of the models that tests/test_gguf.py compares with transformers."""
-    lines = ["| `general.architecture` | class | config |", "|---|---|---|"]
+    lines = [
+        "| `general.architecture` | class | config | as llama.cpp | tokenizer |",
+        "|---|---|---|---|---|",
+    ]
     for name in sorted(MODELS, key=lambda name: (ARCHITECTURES[name], name)):
         architecture = ARCHITECTURES[name]
         config_class = transformers.CONFIG_MAPPING[name]
         model_class = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[config_class].__name__
         metadata = KNOWN[architecture].metadata
         is_enough = metadata is not None and metadata.model_type == name
-        config = "file" if is_enough else "`--config`"
-        lines.append(f"| {architecture} | {model_class} | {config} |")
+        cells = (
+            architecture,
+            model_class,
+            "file" if is_enough else "`--config`",
+            "yes" if name in LIKE_LLAMA_CPP else "not tried",
+            ", ".join(TOKENIZERS[architecture]),
+        )
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 

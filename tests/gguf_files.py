@@ -75,6 +75,46 @@ MODELS: dict[str, dict[str, Any]] = {
             "rope_type": "default", "rope_theta": 5000.0, "partial_rotary_factor": 0.5,
         },
     },
+    "gemma4_text": {
+        "num_experts": 8, "top_k_experts": 3, "moe_intermediate_size": 96,
+        "enable_moe_block": True, "num_hidden_layers": 6,
+        "layer_types": ["sliding_attention", "full_attention"] * 3, "global_head_dim": 32,
+        "num_global_key_value_heads": 1, "attention_k_eq_v": True, "sliding_window": 16,
+        "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 128,
+        "num_kv_shared_layers": 2, "use_double_wide_mlp": True, "final_logit_softcapping": 30.0,
+        "tie_word_embeddings": True,
+        "rope_parameters": {
+            "full_attention": {
+                "rope_type": "proportional", "rope_theta": 5000.0, "partial_rotary_factor": 0.25,
+            },
+            "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+        },
+    },
+    "lfm2_moe": {
+        "num_experts": 8, "moe_intermediate_size": 96, "num_hidden_layers": 4,
+        "num_dense_layers": 1, "layer_types": ["conv", "full_attention"] * 2,
+        "tie_word_embeddings": True,
+    },
+    "dots1": {
+        "n_routed_experts": 8, "moe_intermediate_size": 96, "n_group": 1, "topk_group": 1,
+        "n_shared_experts": 1, "first_k_dense_replace": 1, "routed_scaling_factor": 2.5,
+        "layer_types": ["full_attention"] * 2,
+    },
+    "hunyuan_v1_moe": {"num_experts": 8, "moe_topk": 3},
+    "granitemoehybrid": {
+        "num_local_experts": 8, "shared_intermediate_size": 64, "num_hidden_layers": 4,
+        "layer_types": ["linear_attention", "full_attention"] * 2, "mamba_n_heads": 8,
+        "mamba_d_head": 16, "mamba_d_state": 16, "mamba_n_groups": 2, "mamba_chunk_size": 32,
+        "attention_multiplier": 0.3, "embedding_multiplier": 2.0, "residual_multiplier": 0.5,
+        "logits_scaling": 3.0,
+    },
+    "nemotron_h": {
+        "n_routed_experts": 8, "moe_intermediate_size": 96, "n_group": 1, "topk_group": 1,
+        "moe_shared_expert_intermediate_size": 64, "routed_scaling_factor": 2.5,
+        "layers_block_type": ["linear_attention", "moe", "full_attention", "moe"],
+        "mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 16, "n_groups": 2,
+        "chunk_size": 32,
+    },
 }  # fmt: skip
 WIDE = {"hidden_size": 256, "intermediate_size": 256, "moe_intermediate_size": 256}  # K-quants
 
@@ -87,7 +127,8 @@ def build(name: str, folder: Path, **changes: Any) -> Path:
     model = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config)
     for key, param in [*model.named_parameters(), *model.named_buffers()]:
         if param.is_floating_point() and "inv_freq" not in key:
-            torch.nn.init.normal_(param.data, 1.0 if "norm" in key else 0.0, 0.1)
+            is_scale = "norm" in key or "scal" in key
+            torch.nn.init.normal_(param.data, 1.0 if is_scale else 0.0, 0.1)
     model.save_pretrained(folder)
     return folder
 

@@ -21,27 +21,37 @@ import transformers
 from gguf import GGUFValueType as T
 
 from moe_infinity import MoE
+from moe_infinity.architectures.model_parts import PackedLinear
 from tests.closeness import distance, logits_of_steps
 from tests.conftest import save_tokenizer
-from tests.gguf_files import build, rewrite
+from tests.gguf_files import WIDE, build, rewrite, widen
 from tests.server.driving import Client, assert_same_answer, make_engine, run_all
 from tools.convert_to_gguf import convert
 
 pytestmark = pytest.mark.arithmetic
 
-FAMILIES = ("qwen3_5_moe_text",)
+FAMILIES = ("qwen3_5_moe_text", "gemma4_text", "lfm2_moe", "granitemoehybrid", "nemotron_h")
+# What llama.cpp is given, too. Of other architectures it wants metadata that are not written here.
+LIKE_LLAMA_CPP = (
+    *FAMILIES, "gpt_oss", "granitemoe", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "qwen3_next",
+)  # fmt: skip
 LLAMA_PYTHON = os.environ.get("MOE_INFINITY_LLAMA_PYTHON")
 LLAMA_LOGITS = Path(__file__).parents[1] / "benchmarks" / "llama_logits.py"
 # Of the largest logit. Between two arithmetics it is as large as between either and float64.
 TOLERANCES = {True: 1e-5, False: 1e-4}  # by `exact`
 
 
+def made(name: str, folder: Path) -> Path:
+    """A checkpoint with its file f32.gguf, for long prompts."""
+    build(name, folder, max_position_embeddings=1024)
+    convert(folder, folder / "f32.gguf", "f32")
+    return folder
+
+
 @pytest.fixture(params=FAMILIES, scope="module")
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint of the family, with its file f32.gguf."""
-    name = request.param
-    folder = build(name, tmp_path_factory.mktemp(name), max_position_embeddings=1024)
-    convert(folder, folder / "f32.gguf", "f32")
+    """One of a family, and a tokenizer beside the file."""
+    folder = made(request.param, tmp_path_factory.mktemp(request.param))
     save_tokenizer(folder)
     return folder
 
@@ -80,19 +90,43 @@ def test_a_batch_of_the_server_has_the_answers_of_each_alone(folder):
 
 
 @pytest.mark.skipif(LLAMA_PYTHON is None, reason="MOE_INFINITY_LLAMA_PYTHON names no interpreter")
-@pytest.mark.parametrize("length", [3, 70, 700])
-def test_llama_cpp_has_the_same_logits(length, folder, tmp_path):
-    ids = ids_of(length)
-    np.save(tmp_path / "ids.npy", ids.numpy())
-    places = [folder / "f32.gguf", tmp_path / "ids.npy", tmp_path / "logits.npy"]
+@pytest.mark.parametrize("name", LIKE_LLAMA_CPP)
+def test_llama_cpp_has_the_same_logits(name, tmp_path):
+    file = made(name, tmp_path / name) / "f32.gguf"
+    with torch.no_grad(), opened(file) as moe:
+        for length in (3, 70, 700):
+            ours = moe.model(ids_of(length)).logits.numpy()
+            theirs = logits_of_llama_cpp(file, ids_of(length), tmp_path)
+            assert np.corrcoef(ours.ravel(), theirs.ravel())[0, 1] > 0.9999
+
+
+def logits_of_llama_cpp(file: Path, ids: torch.Tensor, scratch: Path) -> np.ndarray:
+    np.save(scratch / "ids.npy", ids.numpy())
+    places = [file, scratch / "ids.npy", scratch / "logits.npy"]
     done = subprocess.run(
-        [LLAMA_PYTHON, LLAMA_LOGITS, *places], capture_output=True, text=True, timeout=120
+        [str(LLAMA_PYTHON), LLAMA_LOGITS, *places], capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    theirs = np.load(tmp_path / "logits.npy")
-    with torch.no_grad(), opened(folder / "f32.gguf") as moe:
-        ours = moe.model(ids).logits.numpy()
-    assert np.corrcoef(ours.ravel(), theirs.ravel())[0, 1] > 0.9999
+    found: np.ndarray = np.load(scratch / "logits.npy")
+    return found
+
+
+def test_rows_that_the_converter_moved_stay_packed(tmp_path):
+    """Of the linear layers of linear attention, all but the one whose columns were moved."""
+    folder = build("qwen3_5_moe_text", tmp_path / "model", **WIDE)
+    convert(folder, tmp_path / "q8_0.gguf", "q8_0")
+    wide = widen(tmp_path / "q8_0.gguf", tmp_path / "wide.gguf")
+    ids = ids_of(20)
+    with torch.no_grad(), opened(tmp_path / "q8_0.gguf") as moe, opened(wide) as other:
+        layer = moe.model.model.layers[0].linear_attn
+        is_packed = {name: type(m) is PackedLinear for name, m in layer.named_children()}
+        assert distance(moe.model(ids).logits, other.model(ids).logits) < TOLERANCES[False]
+        for name in ("in_proj_qkv", "in_proj_z", "in_proj_a"):
+            weight = other.model.model.layers[0].linear_attn.get_submodule(name).weight
+            assert torch.equal(layer.get_submodule(name).weight, weight)
+    assert is_packed["in_proj_qkv"]
+    assert is_packed["in_proj_z"]
+    assert not is_packed["out_proj"]
 
 
 def test_layers_that_predict_further_ahead_are_left_out(tmp_path, caplog):

@@ -27,7 +27,7 @@ from safetensors import safe_open
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # if this is run as a script
 
-from tools.gguf_changes import changed, more_metadata
+from tools.gguf_changes import NAMES, as_written, changed, more_metadata, more_tensors
 from tools.vocabulary_to_gguf import read_tokenizer
 
 ARCHITECTURES = {
@@ -36,14 +36,17 @@ ARCHITECTURES = {
     "glm4_moe": "glm4moe", "granitemoe": "granitemoe", "granitemoeshared": "granitemoe",
     "phimoe": "phimoe", "ernie4_5_moe": "ernie4_5-moe", "llama4_text": "llama4",
     "minimax_m2": "minimax-m2", "qwen3_next": "qwen3next", "qwen3_5_moe_text": "qwen35moe",
+    "gemma4_text": "gemma4", "lfm2_moe": "lfm2moe", "granitemoehybrid": "granitehybrid",
+    "nemotron_h": "nemotron_h_moe", "dots1": "dots1", "hunyuan_v1_moe": "hunyuan-moe",
 }  # fmt: skip
-EXPERT = re.compile(r"model\.layers\.(\d+)\..*experts\.(\d+)\.(\w+)\.weight")
+EXPERT = re.compile(r"(?:model|backbone)\.layers\.(\d+)\..*experts\.(\d+)\.(\w+)\.weight")
 LEAVES = {
     "gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate", "w3": "up",
     "w2": "down",
 }  # fmt: skip
 REORDERED = ("llama", "granitemoe")  # rows of q and k
-CHANGED = ("qwen3next", "qwen35moe")  # whose other weights gguf_changes.py knows
+# Whose weights gguf_changes.py knows.
+CHANGED = ("gemma4", "granitehybrid", "lfm2moe", "nemotron_h_moe", "qwen3next", "qwen35moe")
 TYPES = {"f32": Type.F32, "f16": Type.F16, "bf16": Type.BF16, "q8_0": Type.Q8_0, "q4_0": Type.Q4_0,
          "q5_1": Type.Q5_1, "mxfp4": Type.MXFP4, "q4_k_m": Type.Q4_K}  # fmt: skip
 SCALES = {Type.Q4_K: slice(0, 4), Type.Q5_K: slice(0, 4), Type.Q6_K: slice(208, 210)}  # float16
@@ -55,6 +58,10 @@ class Target(NamedTuple):
     name: str
     sources: list[str]
     make: Callable[[list[torch.Tensor]], torch.Tensor]
+
+
+def _constant(values: list[float], tensors: list[torch.Tensor]) -> torch.Tensor:
+    return torch.tensor(values)
 
 
 def one(tensors: list[torch.Tensor]) -> torch.Tensor:
@@ -69,7 +76,7 @@ class Converter:
         self._names = names
         self.architecture = ARCHITECTURES[config["model_type"]]
         numbers = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
-        num_layers = config["num_hidden_layers"]
+        num_layers = as_written(config)["num_hidden_layers"]
         self._map = gguf.get_tensor_name_map(numbers[self.architecture], num_layers)
 
     def targets(self) -> Iterator[Target]:
@@ -82,11 +89,16 @@ class Converter:
                 yield from self._of_one(name)
         for stack, sources in stacks.items():
             yield Target(stack, [source for _, source in sorted(sources)], torch.stack)
+        for name, values in more_tensors(self._config).items():
+            yield Target(name, [], partial(_constant, values))
 
     def _of_one(self, name: str) -> Iterator[Target]:
         number = re.search(r"\.(\d+)\.", name)
         block = f"blk.{number[1]}" if number else ""
-        if name.endswith(("experts.gate_up_proj", "experts.gate_up_proj_bias")):
+        leaf = next((leaf for end, leaf in NAMES.items() if name.endswith(end)), None)
+        if self.architecture in CHANGED and leaf is not None:
+            yield Target(f"{block}.{leaf}", [name], self._changed(name))
+        elif name.endswith(("experts.gate_up_proj", "experts.gate_up_proj_bias")):
             suffix = "bias" if name.endswith("_bias") else "weight"
             for place, leaf in enumerate(("gate", "up")):
                 yield Target(f"{block}.ffn_{leaf}_exps.{suffix}", [name], self._half(place, suffix))
@@ -107,8 +119,6 @@ class Converter:
             for leaf, places in (("qkv", [0, 1, 2]), ("gate", [3])):
                 make = partial(self._of_heads, places)
                 yield Target(f"{block}.attn_{leaf}.weight", [name], make)
-        elif name.endswith("dt_bias"):
-            yield Target(f"{block}.ssm_dt.bias", [name], self._changed(name))
         elif self.architecture in CHANGED:
             yield Target(self._mapped(name), [name], self._changed(name))
         else:
@@ -225,6 +235,8 @@ def quantized(tensor: torch.Tensor, stored: Type) -> NDArray[Any]:
 
 
 def write_metadata(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    more_values = more_metadata(config)
+    config = as_written(config)
     rope = config.get("rope_parameters") or {}
     heads = config["num_attention_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
@@ -243,7 +255,8 @@ def write_metadata(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     for key in ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"):
         if key in config:
             writer.add_expert_count(config[key])
-    writer.add_expert_used_count(config.get("num_experts_per_tok") or config["moe_k"])
+    names_of_k = ("num_experts_per_tok", "moe_topk", "moe_k")
+    writer.add_expert_used_count(next(config[name] for name in names_of_k if name in config))
     more = {
         "moe_intermediate_size": writer.add_expert_feed_forward_length,
         "shared_expert_intermediate_size": writer.add_expert_shared_feed_forward_length,
@@ -256,7 +269,7 @@ def write_metadata(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     for key, add in more.items():
         if config.get(key):
             add(config[key])
-    for key, value in more_metadata(config).items():
+    for key, value in more_values.items():
         writer.add_key_value(f"{writer.arch}.{key}", value, value_type(key, value))
     if rope.get("rope_type") == "yarn":
         writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)

@@ -17,6 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from moe_infinity.checkpoint.gguf_file import GgufModel
+from moe_infinity.checkpoint.gguf_rope import proportional_rope
 from moe_infinity.checkpoint.gguf_undo import (
     GroupValueHeads,
     Undo,
@@ -37,7 +38,9 @@ class Metadata:
     more: Mapping[str, str | None] = field(default_factory=dict)
     fixed: Mapping[str, Any] = field(default_factory=dict)  # what no metadata say
     yarn: Mapping[str, Any] = field(default_factory=dict)  # what metadata do not say of it
+    has_positions: bool = True  # False: nothing is rotated
     has_partial_rotary: bool = False  # heads may have more columns than are rotated
+    neutral: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)  # where others are
     # Fields that more than one key, or the values of several layers, decide.
     derived: Callable[[GgufModel], dict[str, Any]] = lambda gguf: {}
 
@@ -49,12 +52,16 @@ class Architecture:
     moved: Mapping[str, Undo] = field(default_factory=dict)  # whose rows or columns were moved
     changed: Mapping[str, Callable[[Tensor], Tensor]] = field(default_factory=dict)
     metadata: Metadata | None = None  # None: a user names a config
+    unused: tuple[str, ...] = ()  # tensors of a layer that may be there without a parameter
 
 
 def _of_layers(gguf: GgufModel, key: str) -> list[Any]:
-    """The values of a key that has one for each layer. Raises CheckpointError."""
-    values = gguf.value(key)
-    if not isinstance(values, list) or len(values) < gguf.num_layers:
+    """The value of a key for each layer, of which a file may have one for all. Raises
+    CheckpointError.
+    """
+    found = gguf.value(key)
+    values = found if isinstance(found, list) else [found] * gguf.num_layers
+    if len(values) < gguf.num_layers or not all(type(value) in (int, bool) for value in values):
         raise CheckpointError(
             f"{gguf.files[0]}: {gguf.architecture}.{key} is not one value for each layer"
         )
@@ -73,6 +80,84 @@ def _delta_net(gguf: GgufModel) -> dict[str, Any]:
         is_linear = _of_layers(gguf, "attention.recurrent_layers")
     kinds = ["linear_attention" if linear else "full_attention" for linear in is_linear]
     return {"layer_types": kinds, "linear_value_head_dim": size // heads}
+
+
+def _gemma4(gguf: GgufModel) -> dict[str, Any]:
+    """Return the fields whose values are others in layers with a sliding window."""
+    kinds = {True: "sliding_attention", False: "full_attention"}
+    layer_types = [kinds[bool(s)] for s in _of_layers(gguf, "attention.sliding_window_pattern")]
+    heads = _of_layers(gguf, "attention.head_count_kv")
+    widths = _of_layers(gguf, "feed_forward_length")
+    full = [number for number, kind in enumerate(layer_types) if kind == "full_attention"]
+    sliding = [number for number, kind in enumerate(layer_types) if kind != "full_attention"]
+    size = gguf.value("attention.key_length")
+    has_values = [f"blk.{number}.attn_{leaf}.weight" for number in full for leaf in ("v", "qkv")]
+    table = gguf.tensors.get("per_layer_token_embd.weight")
+    return {
+        "layer_types": layer_types,
+        "num_key_value_heads": heads[(sliding or full)[0]],
+        "per_layer_config": {
+            str(number): {"head_dim": size, "num_key_value_heads": heads[number]} for number in full
+        },
+        "attention_k_eq_v": not any(name in gguf.tensors for name in has_values),
+        "intermediate_size": widths[0],
+        "use_double_wide_mlp": widths[-1] != widths[0],
+        "vocab_size_per_layer_input": 1 if table is None else table.shape[0],
+        "rope_parameters": {
+            "full_attention": proportional_rope(gguf),
+            "sliding_attention": {
+                "rope_type": "default",
+                "rope_theta": gguf.value("rope.freq_base_swa", gguf.value("rope.freq_base", 1e4)),
+            },
+        },
+    }
+
+
+def _short_convolutions(gguf: GgufModel) -> dict[str, Any]:
+    """Return which layers have attention: those that have keys."""
+    heads = _of_layers(gguf, "attention.head_count_kv")
+    return {
+        "layer_types": ["full_attention" if count else "conv" for count in heads],
+        "num_key_value_heads": max(heads),
+    }
+
+
+def _mamba_head(gguf: GgufModel) -> int:
+    """Return the width of a head of Mamba 2. Raises CheckpointError."""
+    heads = gguf.value("ssm.time_step_rank")
+    size = gguf.value("ssm.inner_size")
+    if not all(type(number) is int and number > 0 for number in (heads, size)):
+        raise CheckpointError(f"{gguf.files[0]}: no sizes of {gguf.architecture}'s Mamba layers")
+    return int(size // heads)
+
+
+def _nemotron(gguf: GgufModel) -> dict[str, Any]:
+    """Return what each layer is: attention if it has keys, experts if it has their width."""
+    heads = _of_layers(gguf, "attention.head_count_kv")
+    widths = _of_layers(gguf, "feed_forward_length")
+    kinds = [
+        "full_attention" if count else "moe" if width else "linear_attention"
+        for count, width in zip(heads, widths, strict=True)
+    ]
+    epsilon = gguf.value("attention.layer_norm_epsilon", 1e-5)
+    return {
+        "layers_block_type": kinds,
+        "num_key_value_heads": max(heads),
+        "mamba_head_dim": _mamba_head(gguf),
+        "layer_norm_epsilon": gguf.value("attention.layer_norm_rms_epsilon", epsilon),
+    }
+
+
+def _granite_hybrid(gguf: GgufModel) -> dict[str, Any]:
+    """Return which layers have attention: those that have keys."""
+    heads = _of_layers(gguf, "attention.head_count_kv")
+    return {
+        "layer_types": ["full_attention" if count else "linear_attention" for count in heads],
+        "num_key_value_heads": max(heads),
+        "mamba_d_head": _mamba_head(gguf),
+        "mamba_expand": gguf.value("ssm.inner_size") // gguf.value("embedding_length"),
+        "position_embedding_type": "rope" if gguf.value("rope.scaling.finetuned", True) else None,
+    }
 
 
 ROTARY_ORDER = {
@@ -95,10 +180,40 @@ DELTA_NET_FIELDS = {
     "ssm.group_count": "linear_num_key_heads",
     "ssm.time_step_rank": "linear_num_value_heads",
 }
+GRANITE_SCALES = {
+    "attention.scale": "attention_multiplier",
+    "embedding_scale": "embedding_multiplier",
+    "residual_scale": "residual_multiplier",
+    "logit_scale": "logits_scaling",
+}
 LOCAL_EXPERTS = {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"}
 KNOWN = {
     "deepseek2": Architecture(),
+    "dots1": Architecture(),
     "ernie4_5-moe": Architecture(),
+    "gemma4": Architecture(
+        metadata=Metadata(
+            "gemma4_text",
+            "gemma3",
+            {
+                "attention.head_count_kv": None,
+                "attention.key_length": None,
+                "attention.key_length_swa": "head_dim",
+                "attention.shared_kv_layers": "num_kv_shared_layers",
+                "embedding_length_per_layer_input": "hidden_size_per_layer_input",
+                "expert_count": "num_experts",
+                "expert_feed_forward_length": "moe_intermediate_size",
+                "expert_used_count": "top_k_experts",
+                "feed_forward_length": None,
+                "final_logit_softcapping": "final_logit_softcapping",
+                "rope.freq_base": None,
+            },
+            {"enable_moe_block": True},
+            derived=_gemma4,
+        ),
+        # Layers that use the keys of others: their own are in the file, but nothing uses them.
+        unused=("attn_k.weight", "attn_v.weight", "attn_k_norm.weight"),
+    ),
     "glm4moe": Architecture(),
     "gpt-oss": Architecture(
         metadata=Metadata(
@@ -108,23 +223,82 @@ KNOWN = {
             yarn={"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
         )
     ),
+    "granitehybrid": Architecture(
+        moved=ROTARY_ORDER,
+        changed={".A_log": log_of_negative},
+        metadata=Metadata(
+            "granitemoehybrid",
+            "qwen2",
+            {
+                **LOCAL_EXPERTS,
+                **GRANITE_SCALES,
+                "attention.head_count_kv": None,
+                "expert_shared_feed_forward_length": "shared_intermediate_size",
+                "ssm.conv_kernel": "mamba_d_conv",
+                "ssm.group_count": "mamba_n_groups",
+                "ssm.state_size": "mamba_d_state",
+                "ssm.time_step_rank": "mamba_n_heads",
+            },
+            derived=_granite_hybrid,
+        ),
+    ),
     "granitemoe": Architecture(
         moved=ROTARY_ORDER,
         metadata=Metadata(
             "granitemoe",
             "qwen2",
-            LOCAL_EXPERTS
-            | {
-                "attention.scale": "attention_multiplier",
-                "embedding_scale": "embedding_multiplier",
-                "residual_scale": "residual_multiplier",
-                "logit_scale": "logits_scaling",
-            },
+            LOCAL_EXPERTS | GRANITE_SCALES,
         ),
+    ),
+    "hunyuan-moe": Architecture(),
+    "lfm2moe": Architecture(
+        metadata=Metadata(
+            "lfm2_moe",
+            "lfm2",
+            {
+                "attention.head_count_kv": None,
+                "attention.layer_norm_rms_epsilon": "norm_eps",
+                "expert_count": "num_experts",
+                "expert_feed_forward_length": "moe_intermediate_size",
+                "expert_used_count": "num_experts_per_tok",
+                "leading_dense_block_count": "num_dense_layers",
+            },
+            neutral={"expert_gating_func": (2,)},  # sigmoid
+            derived=_short_convolutions,
+        )
     ),
     "llama": Architecture(moved=ROTARY_ORDER, metadata=Metadata("mixtral", "llama", LOCAL_EXPERTS)),
     "llama4": Architecture(),
     "minimax-m2": Architecture(),
+    "nemotron_h_moe": Architecture(
+        moved=ROTARY_ORDER,
+        changed={".A_log": log_of_negative},
+        metadata=Metadata(
+            "nemotron_h",
+            "qwen3_moe",
+            {
+                "attention.head_count_kv": None,
+                "attention.layer_norm_rms_epsilon": None,
+                "expert_count": "n_routed_experts",
+                "expert_feed_forward_length": "moe_intermediate_size",
+                "expert_group_count": "n_group",
+                "expert_group_used_count": "topk_group",
+                "expert_shared_count": "n_shared_experts",
+                "expert_shared_feed_forward_length": "moe_shared_expert_intermediate_size",
+                "expert_weights_norm": "norm_topk_prob",
+                "expert_weights_scale": "routed_scaling_factor",
+                "feed_forward_length": None,
+                "moe_latent_size": "moe_latent_size",
+                "ssm.conv_kernel": "conv_kernel",
+                "ssm.group_count": "n_groups",
+                "ssm.state_size": "ssm_state_size",
+                "ssm.time_step_rank": "mamba_num_heads",
+            },
+            has_positions=False,
+            neutral={"expert_gating_func": (2, 0)},  # sigmoid, whether the file says so or not
+            derived=_nemotron,
+        ),
+    ),
     "olmoe": Architecture(
         metadata=Metadata(
             "olmoe",

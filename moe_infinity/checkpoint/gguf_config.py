@@ -17,6 +17,7 @@ from moe_infinity.checkpoint.gguf_file import WITH_CONFIG, GgufModel
 from moe_infinity.checkpoint.gguf_rope import rope_parameters
 from moe_infinity.errors import CheckpointError, UnsupportedModelError
 
+MAY_BE_ZERO = ("num_dense_layers", "num_kv_shared_layers", "hidden_size_per_layer_input")
 NOT_SIZES = ("max_position_embeddings", "sliding_window", "rope_theta")  # may be larger
 REQUIRED = ("attention.head_count", "attention.layer_norm_rms_epsilon", "expert_used_count")
 # Keys that change what a model computes, and values of theirs that do not. They are refused where
@@ -50,18 +51,10 @@ def config_of(gguf: GgufModel) -> Any:
     found = _mapped(gguf, known) | _from_tensors(gguf)
     found.setdefault("num_key_value_heads", found["num_attention_heads"])
     default = found["hidden_size"] // found["num_attention_heads"]
-    found["head_dim"] = gguf.value("attention.key_length", default)
-    rotary = gguf.value("rope.dimension_count", found["head_dim"])
-    if rotary != found["head_dim"] and not known.has_partial_rotary:
-        raise UnsupportedModelError(
-            f"{where}: rope.dimension_count is {rotary}, but heads have {found['head_dim']}"
-            f"\n{WITH_CONFIG}"
-        )
-    theta = found.pop("rope_theta", 10000.0)
-    found["rope_parameters"] = rope_parameters(gguf, theta, known.yarn)
-    if known.has_partial_rotary:
-        found["rope_parameters"]["partial_rotary_factor"] = rotary / found["head_dim"]
+    found.setdefault("head_dim", gguf.value("attention.key_length", default))
     found |= known.derived(gguf)
+    if known.has_positions and "rope_parameters" not in found:
+        found["rope_parameters"] = _positions(gguf, known, found)
     ids = gguf.vocabulary.ids
     ends = gguf.vocabulary.ends()
     found |= {
@@ -76,6 +69,19 @@ def config_of(gguf: GgufModel) -> Any:
         raise UnsupportedModelError(f"{where}: no config can be made of it: {error}") from error
 
 
+def _positions(gguf: GgufModel, known: Metadata, found: dict[str, Any]) -> dict[str, Any]:
+    """transformers' rope_parameters. Takes rope_theta out of what was found."""
+    size = found["head_dim"]
+    rotary = gguf.value("rope.dimension_count", size)
+    if rotary != size and not known.has_partial_rotary:
+        raise UnsupportedModelError(
+            f"{gguf.files[0]}: rope.dimension_count is {rotary}, but heads have {size}"
+            f"\n{WITH_CONFIG}"
+        )
+    positions = rope_parameters(gguf, found.pop("rope_theta", 10000.0), known.yarn)
+    return positions | ({"partial_rotary_factor": rotary / size} if rotary != size else {})
+
+
 def _mapped(gguf: GgufModel, known: Metadata) -> dict[str, Any]:
     """The fields of the config that the metadata name. A size is refused that no tensor of the
     model can have, and so is what no field can say.
@@ -88,13 +94,14 @@ def _mapped(gguf: GgufModel, known: Metadata) -> dict[str, Any]:
         if name is None or value is None:
             continue
         is_size = type(value) is int and name not in NOT_SIZES
-        if type(value) not in (int, float, bool) or (is_size and not 0 < value <= largest):
+        least = 0 if name in MAY_BE_ZERO else 1
+        if type(value) not in (int, float, bool) or (is_size and not least <= value <= largest):
             raise CheckpointError(f"{gguf.files[0]}: {gguf.architecture}.{key} is {value!r:.40}")
         found[name] = value
     for key in REQUIRED:
-        if gguf.value(key) is None:
+        if fields.get(key, key) is not None and gguf.value(key) is None:
             raise CheckpointError(f"{gguf.files[0]}: no {gguf.architecture}.{key}")
-    for key, values in NEUTRAL.items():
+    for key, values in {**NEUTRAL, **known.neutral}.items():
         value = _one(gguf.value(key, values[0]))
         if fields.get(key) is None and value not in values:
             raise UnsupportedModelError(

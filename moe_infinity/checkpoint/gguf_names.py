@@ -13,10 +13,12 @@ from __future__ import annotations
 import dataclasses
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from math import prod
 from typing import Any, TypeVar
 
 import gguf
+from torch import Tensor
 from transformers.core_model_loading import (
     Concatenate,
     ConversionOps,
@@ -29,7 +31,7 @@ from transformers.core_model_loading import (
 from moe_infinity.architectures.adapters import ExpertsModule
 from moe_infinity.checkpoint.gguf_architectures import KNOWN
 from moe_infinity.checkpoint.gguf_file import GgufModel
-from moe_infinity.checkpoint.gguf_undo import JoinHeads, JoinKeysAndValues
+from moe_infinity.checkpoint.gguf_undo import JoinHeads, JoinKeysAndValues, Undo
 from moe_infinity.checkpoint.headers import STORED_DTYPES, Extent, StoredTensor
 from moe_infinity.checkpoint.packing import PackedTensor, PartFormat, WeightFormat
 from moe_infinity.checkpoint.plan import Weights, find_experts
@@ -46,7 +48,10 @@ NUMBER = re.compile(r"\.(\d+)\.")
 OTHER_NAMES = {
     ".e_score_correction_bias": "exp_probs_b.bias",
     ".block_sparse_moe.router.weight": "ffn_gate_inp.weight",
-    ".linear_attn.dt_bias": "ssm_dt.bias",
+    ".dt_bias": "ssm_dt.bias",
+    ".feed_forward.expert_bias": "exp_probs_b.bias",
+    ".router.scale": "ffn_gate_inp.scale",
+    ".router.per_expert_scale": "ffn_down_exps.scale",
 }
 # Parameters that the converter splits, if it does, and the parts.
 SPLIT: dict[str, tuple[tuple[str, ...], ConversionOps]] = {
@@ -112,7 +117,8 @@ class Names:
         self._file = file
         self._architecture = KNOWN[file.architecture]
         self._params = model.state_dict()
-        self._num_layers = model.config.get_text_config().num_hidden_layers
+        self._config = model.config.get_text_config()
+        self._num_layers = self._config.num_hidden_layers
         self._map = gguf.get_tensor_name_map(numbers[file.architecture], self._num_layers)
         self._unused = set(file.tensors)
 
@@ -169,7 +175,9 @@ class Names:
         leaf = _by_end(OTHER_NAMES, param)
         if leaf is not None:
             return self._stored(param, leaf)
-        name = self._map.get_name(param, try_suffixes=(".weight", ".bias"))
+        suffixes = (".weight", ".bias")
+        older = param.replace("model.", "backbone.", 1)
+        name = self._map.get_name(param, suffixes) or self._map.get_name(older, suffixes)
         if name is None:
             return None
         return self._file.tensors.get(name) or self._file.tensors.get(f"{name}.weight")
@@ -211,12 +219,16 @@ class Names:
     def _add_one(self, param: str, tensor: StoredTensor) -> None:
         """Under the name of the parameter, and in its shape, but for dimensions of 1."""
         wanted = tuple(self._params[param].shape)
-        if _without_ones(tensor.shape) == _without_ones(wanted):
+        is_vector = len(wanted) == 1 and prod(tensor.shape) == prod(wanted)
+        if is_vector or _without_ones(tensor.shape) == _without_ones(wanted):
             tensor = dataclasses.replace(tensor, shape=wanted)
         undo = _by_end(self._architecture.changed, param)
+        # A tensor of another shape is left to transformers, which names it.
+        moved = _by_end(self._architecture.moved, param) if tensor.shape == wanted else None
+        if moved is not None and moved.dim == 0:  # rows are moved as they are stored
+            undo = _both(undo, moved, self._config)
         self._keep(param, dataclasses.replace(tensor, undo=undo))
-        moved = _by_end(self._architecture.moved, param)
-        if moved is not None:
+        if moved is not None and moved.dim != 0:
             self._add_rule(param, [param], [moved])
 
     def _add(self, param: str, leaves: list[str], operations: list[ConversionOps]) -> None:
@@ -248,12 +260,24 @@ class Names:
             block = re.match(r"blk\.(\d+)\.", name)
             is_later = block is not None and int(block[1]) >= self._num_layers
             ahead += is_later
-            if not is_later and "rope_" not in name:  # the config says how positions are scaled
+            is_known = name.endswith(self._architecture.unused) or "rope_" in name
+            if not is_later and not is_known:  # the config says how positions are scaled
                 raise CheckpointError(
                     f"{self._file.files[0]}: tensor {name} is no parameter of this model"
                 )
         if ahead:
             logger.info("%d tensors of layers that predict further ahead are not used", ahead)
+
+
+def _both(
+    change: Callable[[Tensor], Tensor] | None, moved: Undo, config: Any
+) -> Callable[[Tensor], Tensor]:
+    """A function that undoes a change of values, if there is one, and then a change of rows."""
+
+    def undo(stored: Tensor) -> Tensor:
+        return moved.undone([stored if change is None else change(stored)], config)
+
+    return undo
 
 
 def _by_end(table: Mapping[str, Entry], param: str) -> Entry | None:
@@ -270,5 +294,6 @@ def _weight(name: str, tensor: StoredTensor) -> StoredTensor | PackedTensor:
         return dataclasses.replace(tensor, name=name)
     weight_format = FORMATS[tensor.stored_dtype]
     width = row_bytes(weight_format.name, tensor.shape[-1])
-    values = StoredTensor(name, "U8", (*tensor.shape[:-1], width), tensor.extent)
+    shape = (*tensor.shape[:-1], width)
+    values = StoredTensor(name, "U8", shape, tensor.extent, tensor.undo)
     return PackedTensor(name, (("values", values),), tensor.shape, None, weight_format)

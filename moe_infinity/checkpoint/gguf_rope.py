@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -17,9 +18,10 @@ YARN = {
 }
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}  # of all models of Llama 3
 FACTORS = "rope_freqs.weight"
+UNREACHED = 1e20
 
 
-def rope_parameters(gguf: GgufModel, theta: float, yarn: dict[str, Any]) -> dict[str, Any]:
+def rope_parameters(gguf: GgufModel, theta: float, yarn: Mapping[str, Any]) -> dict[str, Any]:
     """transformers' rope_parameters. `yarn`: what the metadata do not say of it. Raises
     UnsupportedModelError for what they do not say either.
     """
@@ -43,8 +45,24 @@ def rope_parameters(gguf: GgufModel, theta: float, yarn: dict[str, Any]) -> dict
         )
     said = {name: gguf.value(key) for key, name in YARN.items() if gguf.value(key) is not None}
     original = gguf.value("rope.scaling.original_context_length", gguf.value("context_length"))
-    return plain | yarn | said | {
+    return plain | dict(yarn) | said | {
         "rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original,
+    }  # fmt: skip
+
+
+def proportional_rope(gguf: GgufModel) -> dict[str, Any]:
+    """rope_parameters of Gemma 4's layers without a window. Its converter gives pairs of columns
+    that are not rotated a factor that no position reaches. Raises UnsupportedModelError.
+    """
+    factors = _float32(gguf, FACTORS) if FACTORS in gguf.tensors else np.ones(1, np.float32)
+    num_rotated = 0 if factors is None else int((factors == 1).sum())
+    if factors is None or num_rotated == 0 or (factors[num_rotated:] < UNREACHED).any():
+        raise UnsupportedModelError(
+            f"{gguf.files[0]}: the tensor {FACTORS} is another than Gemma's\n{WITH_CONFIG}"
+        )
+    return {
+        "rope_type": "proportional", "rope_theta": gguf.value("rope.freq_base", 10000.0),
+        "partial_rotary_factor": num_rotated / len(factors),
     }  # fmt: skip
 
 

@@ -1,7 +1,8 @@
-"""What llama.cpp's converter changes in a weight, undone.
+"""Operations that undo what llama.cpp's converter changes in a weight.
 
-What it moved (rows, columns) an operation of transformers' rules moves back. What it changed
-(values) is undone by a function, because transformers rounds before its rules apply.
+What it changed (values) is undone by a function, because transformers rounds before its rules
+apply. What it moved is moved back: rows as they are stored, packed or not; columns and parts of
+several tensors by an operation of transformers' rules.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ class Undo(ConversionOps):  # type: ignore[misc]
     """An operation of transformers' rules that makes one parameter of the weights of its
     patterns.
     """
+
+    dim = 0  # in which the converter moved something
 
     def convert(
         self,

@@ -73,7 +73,7 @@ class StoredTensor:
     stored_dtype: str  # as in the header, e.g. "BF16"
     shape: tuple[int, ...]
     extent: Extent
-    undo: Callable[[Tensor], Tensor] | None = None  # of what was done to the values; not of experts
+    undo: Callable[[Tensor], Tensor] | None = None  # of what a converter did; not of experts
 
     @property
     def dtype(self) -> str:

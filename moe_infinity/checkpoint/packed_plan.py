@@ -41,9 +41,10 @@ class PackedDense:
         """Read the weight, and replace the linear layer by one that multiplies with it."""
         memory = uint8_memory(self.num_bytes)
         for tensor, offset in self.parts:
-            reader.read_into(
-                tensor.extent, memory.numpy().data[offset : offset + tensor.extent.num_bytes]
-            )
+            part = memory[offset : offset + tensor.extent.num_bytes]
+            reader.read_into(tensor.extent, part.numpy().data)
+            if tensor.undo is not None:
+                part[:] = tensor.undo(part.view(tensor.shape)).flatten()
         owner, _, name = self.linear.rpartition(".")
         linear: Any = model.get_submodule(self.linear)
         packed = PackedLinear(linear, PackedWeight(self.layout, memory), linear.weight.dtype)
