@@ -53,7 +53,7 @@ def original_of(name: str, folder: Path) -> Path:
 def write_vocabulary(original: Path, pre: str, out: Path) -> Path:
     writer = gguf.GGUFWriter(out, "qwen3moe")
     for key, value in read_tokenizer(original, pre=pre).items():
-        writer.add_key_value(key, value, value_type(key, value))
+        writer.add_key_value(key, value, value_type(value))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -1,6 +1,8 @@
 """Logits of llama.cpp, for gguf_nearness.py. Runs in an interpreter that has llama_cpp and numpy.
 
 python benchmarks/llama_logits.py MODEL.gguf IDS.npy OUT.npy      # int [B, N] -> float32 [B, N, V]
+
+With --float32 after them its cache has keys and values in float32 instead of float16.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import llama_cpp
 import numpy as np
 
 
-def logits_of(model: str, ids_BN: np.ndarray) -> np.ndarray:
+def logits_of(model: str, ids_BN: np.ndarray, *, is_float32: bool = False) -> np.ndarray:
     """Each sequence as one prompt."""
     llama_cpp.llama_backend_init()
     loaded = llama_cpp.llama_model_load_from_file(
@@ -22,6 +24,8 @@ def logits_of(model: str, ids_BN: np.ndarray) -> np.ndarray:
     vocab_size = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(loaded))
     params = llama_cpp.llama_context_default_params()
     params.n_ctx = params.n_batch = params.n_ubatch = ids_BN.shape[1]
+    if is_float32:
+        params.type_k = params.type_v = llama_cpp.GGML_TYPE_F32
     context = llama_cpp.llama_init_from_model(loaded, params)
     found = []
     for ids_N in ids_BN.tolist():
@@ -40,4 +44,5 @@ def logits_of(model: str, ids_BN: np.ndarray) -> np.ndarray:
 
 
 if __name__ == "__main__":
-    np.save(sys.argv[3], logits_of(sys.argv[1], np.load(sys.argv[2])))
+    is_float32 = sys.argv[4:] == ["--float32"]
+    np.save(sys.argv[3], logits_of(sys.argv[1], np.load(sys.argv[2]), is_float32=is_float32))

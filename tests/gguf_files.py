@@ -32,7 +32,7 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "qwen3_moe": {"num_experts": 8, "moe_intermediate_size": 96, "norm_topk_prob": True},
     "mixtral": {"num_local_experts": 8},
-    "olmoe": {"num_experts": 8},
+    "olmoe": {"num_experts": 8, "num_key_value_heads": 4},
     "gpt_oss": {
         "num_local_experts": 8, "sliding_window": 16,
         "rope_parameters": {
@@ -73,6 +73,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "linear_key_head_dim": 16, "linear_value_head_dim": 16,
         "rope_parameters": {
             "rope_type": "default", "rope_theta": 5000.0, "partial_rotary_factor": 0.5,
+            "mrope_section": [2, 1, 1],
         },
     },
     "gemma4_text": {
@@ -104,7 +105,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {
         "num_local_experts": 8, "shared_intermediate_size": 64, "num_hidden_layers": 4,
         "layer_types": ["linear_attention", "full_attention"] * 2, "mamba_n_heads": 8,
-        "mamba_d_head": 16, "mamba_d_state": 16, "mamba_n_groups": 2, "mamba_chunk_size": 32,
+        "mamba_d_head": 16, "mamba_d_state": 16, "mamba_n_groups": 1, "mamba_chunk_size": 32,
         "attention_multiplier": 0.3, "embedding_multiplier": 2.0, "residual_multiplier": 0.5,
         "logits_scaling": 3.0,
     },

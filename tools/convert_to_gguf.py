@@ -270,7 +270,7 @@ def write_metadata(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
         if config.get(key):
             add(config[key])
     for key, value in more_values.items():
-        writer.add_key_value(f"{writer.arch}.{key}", value, value_type(key, value))
+        writer.add_key_value(f"{writer.arch}.{key}", value, value_type(value))
     if rope.get("rope_type") == "yarn":
         writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
         writer.add_rope_scaling_factor(rope["factor"])
@@ -290,12 +290,13 @@ def write_tokenizer(writer: gguf.GGUFWriter, folder: Path) -> None:
         if isinstance(token_id := config.get(f"{name}_token_id"), int):
             metadata[f"tokenizer.ggml.{name}_token_id"] = token_id
     for key, value in metadata.items():
-        writer.add_key_value(key, value, value_type(key, value))
+        writer.add_key_value(key, value, value_type(value))
 
 
-def value_type(key: str, value: Any) -> gguf.GGUFValueType:
-    """The type that the converter gives a value: ids are unsigned."""
-    return gguf.GGUFValueType.UINT32 if key.endswith("_id") else gguf.GGUFValueType.get_type(value)
+def value_type(value: Any) -> gguf.GGUFValueType:
+    """The type that the converter gives a value: whole numbers are unsigned."""
+    is_whole = type(value) is int
+    return gguf.GGUFValueType.UINT32 if is_whole else gguf.GGUFValueType.get_type(value)
 
 
 def convert(folder: Path, out: Path, wanted: str, *, split: int = 0) -> None:

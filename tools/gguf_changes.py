@@ -72,6 +72,8 @@ def more_metadata(config: dict[str, Any]) -> dict[str, Any]:
         return _gemma4(config)
     if config["model_type"] == "nemotron_h":
         return _nemotron(config)
+    if config["model_type"] == "gpt_oss":
+        return {"expert_feed_forward_length": config["intermediate_size"]}
     if config["model_type"] == "granitemoehybrid":
         return {
             "ssm.conv_kernel": config["mamba_d_conv"], "ssm.state_size": config["mamba_d_state"],
@@ -89,6 +91,7 @@ def more_metadata(config: dict[str, Any]) -> dict[str, Any]:
     if "linear_num_key_heads" not in config:
         return {}
     num_values = config["linear_num_value_heads"]
+    sections = config["rope_parameters"].get("mrope_section")
     kinds = config["layer_types"]
     return {
         "ssm.conv_kernel": config["linear_conv_kernel_dim"],
@@ -98,8 +101,7 @@ def more_metadata(config: dict[str, Any]) -> dict[str, Any]:
         "ssm.inner_size": num_values * config["linear_value_head_dim"],
         "attention.recurrent_layers": [kind == "linear_attention" for kind in kinds],
         "full_attention_interval": 4,
-        "rope.dimension_sections": [11, 11, 10, 0],
-    }
+    } | ({"rope.dimension_sections": [*sections, 0]} if sections else {})
 
 
 def _nemotron(config: dict[str, Any]) -> dict[str, Any]:
