@@ -19,7 +19,7 @@ from moe_infinity import MoE
 from moe_infinity.errors import MoEInfinityError
 from moe_infinity.server import refusals
 from moe_infinity.server.config import LOOPBACK, ServeConfig
-from moe_infinity.server.rendering import Renderer, TemplateRaised
+from moe_infinity.server.rendering import Renderers, TemplateRaised, TemplateTooSlow
 from tests.server.serving import Serving, serving
 from tests.server.test_connections import connected
 
@@ -160,13 +160,14 @@ def test_no_path_leads_out_of_the_pages_folder(path, server):
     ],
 )
 def test_a_template_of_a_checkpoint_gets_at_no_python(template):
-    renderer = Renderer()
+    renderer = Renderers(1)
     messages = [[{"role": "user", "content": "Hi"}]]
     try:
-        with pytest.raises(TemplateRaised):
+        with pytest.raises(TemplateRaised) as raised:
             renderer.render(
                 {"conversations": messages, "chat_template": template}, time.monotonic() + 60
             )
+        assert not isinstance(raised.value, TemplateTooSlow)
     finally:
         renderer.close()
 
