@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from fastapi.exceptions import RequestValidationError
 from pydantic import Discriminator, Field, Tag, ValidationError
 
 from moe_infinity.server.chat import ChatBody, Message
@@ -21,7 +20,7 @@ from moe_infinity.server.fields import (
 )
 from moe_infinity.server.parts import MediaPart, TextPart
 from moe_infinity.server.protocol import SampledBody, Stop
-from moe_infinity.server.refusals import BadRequest
+from moe_infinity.server.refusals import BadRequest, wrong_fields
 
 # What this API calls fields of a chat request.
 NAMES = {
@@ -274,8 +273,7 @@ class CountTokensBody(RequestBody, Cacheable):
         try:
             return ChatBody.model_validate({"messages": messages} | self._chat_fields())
         except ValidationError as error:
-            errors = [{**each, "loc": ("body", *each["loc"])} for each in error.errors()]
-            raise RequestValidationError(errors) from error
+            raise wrong_fields(error) from error
 
     @property
     def _system(self) -> str:

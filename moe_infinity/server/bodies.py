@@ -12,7 +12,6 @@ from collections.abc import AsyncGenerator
 from functools import partial
 from typing import Any
 
-from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json
 from starlette.requests import ClientDisconnect
@@ -20,7 +19,13 @@ from starlette.requests import Request as HttpRequest
 
 from moe_infinity.server import limits
 from moe_infinity.server.preparation import GONE, Preparation
-from moe_infinity.server.refusals import BadRequest, Refused, refused_by, require_within
+from moe_infinity.server.refusals import (
+    BadRequest,
+    Refused,
+    refused_by,
+    require_within,
+    wrong_fields,
+)
 
 LARGE = 64 * limits.KIB  # bytes of a body that takes much memory while it is prepared
 SMALL = 16 << 10  # bytes of a body that is read at once, which takes a few milliseconds at most
@@ -128,8 +133,7 @@ def read_json(data: bytes, kind: type[BaseModel] | None) -> Any:
     try:
         return kind.model_validate(value)
     except ValidationError as error:
-        errors = [{**each, "loc": ("body", *each["loc"])} for each in error.errors()]
-        raise refused_by(RequestValidationError(errors)) from error
+        raise refused_by(wrong_fields(error)) from error
 
 
 def num_items(data: bytes) -> int:

@@ -10,6 +10,7 @@ from typing import Annotated
 from typer import Option
 
 from moe_infinity.errors import ConfigError
+from moe_infinity.server.limits import BODY, DEADLINE, QUEUE
 from moe_infinity.sizes import parse_size
 
 ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]+")
@@ -73,7 +74,7 @@ class ServeConfig:
         Option(
             min=1, help="Sequences of a client that may wait. More are refused with status 429."
         ),
-    ] = 64
+    ] = QUEUE.most
     max_context: Annotated[
         int | None,
         Option(min=2, help="The most tokens of prompt and answer. Default: the model's."),
@@ -106,8 +107,8 @@ class ServeConfig:
     ] = None
     deadline: Annotated[
         float, Option(min=0.001, help="Seconds that a request may take, waiting included.")
-    ] = 600.0
-    max_body: Annotated[int, Option(min=1, help="The most bytes of a request body.")] = 4 << 20
+    ] = DEADLINE.most
+    max_body: Annotated[int, Option(min=1, help="The most bytes of a request body.")] = BODY.most
 
     def __post_init__(self) -> None:
         if self.api_key is not None and not all(key.strip() for key in self.api_key):

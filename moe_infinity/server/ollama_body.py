@@ -5,7 +5,6 @@ from __future__ import annotations
 from itertools import count
 from typing import Any, Literal, TypeVar
 
-from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from moe_infinity.server.chat import ChatBody
@@ -13,7 +12,7 @@ from moe_infinity.server.efforts import EFFORTS
 from moe_infinity.server.fields import BoundedBody, Items
 from moe_infinity.server.llama_options import options_of
 from moe_infinity.server.protocol import CompletionBody
-from moe_infinity.server.refusals import BadRequest
+from moe_infinity.server.refusals import BadRequest, wrong_fields
 
 Parsed = TypeVar("Parsed", bound=BaseModel)
 
@@ -150,5 +149,4 @@ def parsed(kind: type[Parsed], fields: dict[str, Any]) -> Parsed:
             {name: value for name, value in fields.items() if value is not None}
         )
     except ValidationError as error:
-        errors = [{**each, "loc": ("body", *each["loc"])} for each in error.errors()]
-        raise RequestValidationError(errors) from error
+        raise wrong_fields(error) from error

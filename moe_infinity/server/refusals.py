@@ -11,7 +11,7 @@ from ipaddress import ip_address, ip_network
 from typing import Any
 
 from fastapi.exceptions import RequestValidationError
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse
@@ -112,6 +112,13 @@ def refused_by(error: BaseException) -> Refused:
     if isinstance(error, CheckpointError):
         what += ": a file of the model cannot be read, or was changed (the server's log names it)"
     return Refused(500, what, type="server_error", code="internal_error")
+
+
+def wrong_fields(error: ValidationError) -> RequestValidationError:
+    """Return the error of a body, as FastAPI would raise it."""
+    return RequestValidationError(
+        [{**each, "loc": ("body", *each["loc"])} for each in error.errors()]
+    )
 
 
 def _refused_by_fields(error: RequestValidationError) -> Refused:
