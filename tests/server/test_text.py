@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import httpx
@@ -13,7 +14,7 @@ from transformers import LogitsProcessorList
 
 from moe_infinity.server.generation import Settings
 from moe_infinity.server.sampling import Sampling
-from moe_infinity.server.sequences import Output, Request, Running, StopStrings
+from moe_infinity.server.sequences import Output, PartlySeen, Request, Running, StopStrings
 from tests.server.serving import serving
 from tests.small_tokenizers import KINDS
 
@@ -74,6 +75,18 @@ def text_and_tokens(outputs: list[Output]) -> tuple[str, list[int]]:
 
 
 LLAMA = "SentencePiece BPE with bytes, Llama"
+
+
+@pytest.mark.parametrize("stop", ["aab", "abab", "aaaa", "abaabab"])
+def test_the_beginning_of_a_stop_that_a_text_ends_with_is_the_longest(stop):
+    for letters in product("ab", repeat=9):
+        text = "".join(letters)
+        seen = PartlySeen(stop)
+        for end in range(1, len(text) + 1):
+            if stop in text[:end]:
+                break
+            fitting = [num for num in range(len(stop)) if text[:end].endswith(stop[:num])]
+            assert seen.add(text[end - 1]) == max(fitting)
 
 
 @pytest.mark.parametrize("stop", [" b", "b", " b\n", "b\n\n", "\n", "<0x0A>", "</s>", "<s>"])

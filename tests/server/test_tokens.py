@@ -45,6 +45,24 @@ def test_a_text_far_beyond_the_context_is_refused_by_its_beginning(tokenizer, mo
     assert sum(seen) < 100_000
 
 
+def test_a_text_of_many_short_tokens_is_refused_by_its_beginning(tokenizer, monkeypatch):
+    """Where the longest tokens could hold it."""
+    found = TextTokens(tokenizer, 1024)
+    text = "a b c d " * 2500
+    found.require_possible(len(text), "prompt")
+    seen: list[int] = []
+    ids = found._ids
+
+    def watched(text: str, *, has_special: bool) -> list[int]:
+        seen.append(len(text))
+        return ids(text, has_special=has_special)
+
+    monkeypatch.setattr(found, "_ids", watched)
+    with pytest.raises(PromptTooLong, match="or more"):
+        found.ids(text, "prompt")
+    assert seen == [1024 * tokens.CHARACTERS]
+
+
 def test_a_text_that_no_tokens_can_hold_is_not_tokenized(tokenizer, monkeypatch):
     found = TextTokens(tokenizer, 100)
     monkeypatch.setattr(found, "_ids", None)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from moe_infinity.experts import Phase
 from moe_infinity.server import limits
 from moe_infinity.server.sequences import QueueFull
 from moe_infinity.server.turns import PromptShares, SeatQueue, to_yield
@@ -60,6 +61,15 @@ def test_whoever_gave_a_seat_away_goes_on_where_it_was(moe):
         assert_same_answer(client, same)
     num_prompt = sum(len(client.prompt_ids) for client in (*many, *others))
     assert engine.counts.prompt_tokens == num_prompt
+
+
+def test_who_comes_back_to_a_batch_begins_anew_for_the_recorder_alone(moe):
+    engine = make_engine(moe, max_batch=3)
+    owners: list[Any] = [SimpleNamespace(seat=0, is_known=True), SimpleNamespace(seat=2)]
+    owners[1].is_known = False
+    step = engine._passes._step(Phase.DECODE, owners, [5, 6])
+    assert step.begins_B.tolist() == [False, False, True]
+    assert owners[1].is_known
 
 
 def test_with_one_seat_a_sequence_keeps_it(moe):
