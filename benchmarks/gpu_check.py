@@ -35,7 +35,7 @@ sys.path.append(PACKAGES)  # what is installed goes first
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), PACKAGES]))
 
 import torch  # noqa: E402
-from gpu_plans import PLANS  # noqa: E402
+from gpu_plans import MACHINE, PLANS  # noqa: E402
 from gpu_stage import FORK, Check  # noqa: E402
 from gpu_traces import carry  # noqa: E402
 
@@ -55,6 +55,9 @@ def main() -> None:
     parser.add_argument("--resume", action="store_true", help="go on where the last run ended")
     parser.add_argument("--fake", action="store_true", help="tiny, on the CPU: checks the script")
     parser.add_argument("--minutes", type=float, default=9.5, help="stages end within this time")
+    parser.add_argument(
+        "--only", default="", metavar="TEXT", help="stages that have it in their name"
+    )
     parser.add_argument("--carried", type=Path, default=CARRIED)
     parser.add_argument("--traces", type=Path, default=TRACES, help="for `carry`")
     args = parser.parse_args()
@@ -70,7 +73,8 @@ def main() -> None:
         args.out / f"{args.command}.jsonl", is_fake=args.fake, minutes=args.minutes,
         is_resumed=args.resume,
     )  # fmt: skip
-    check.run(PLANS[args.command](args.carried, is_fake=args.fake))
+    stages = PLANS[args.command](args.carried, is_fake=args.fake)
+    check.run([stage for stage in stages if stage == MACHINE or args.only in stage.name])
     rows = check.rows()
     is_wrong = [row for row in rows if row["value"] is False]
     is_failed = [row for row in rows if str(row["value"]).startswith("failed")]

@@ -249,6 +249,9 @@ class WithoutText:
     def decode(self, *_: Any, **__: Any) -> str:
         return ""
 
+    def convert_ids_to_tokens(self, token_id: int) -> str:
+        return ""
+
 
 def measure_server(
     check: Check, folder: Path, shape: Shape, *, batches: Sequence[int], **options: Any

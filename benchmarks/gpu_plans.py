@@ -20,7 +20,7 @@ DEEPSEEK = Shape("deepseek-v2-lite", deepseek_v2_lite, layers=13, full_layers=26
 GPT_OSS = Shape("gpt-oss-20b", gpt_oss, layers=24, full_layers=24, total_gb=10.2)
 SHAPES = QWEN3, DEEPSEEK, GPT_OSS
 TESTS = {  # pytest's arguments, and how long they may take
-    "tests of the default path": (["tests/engine/test_gpu.py", "-m", "gpu"], 120),
+    "tests of the default path": (["tests/engine/test_gpu.py", "-m", "gpu", "-n", "8"], 120),
     "tests of the kernel of experts": (["tests/kernels/triton", "-m", "triton", "-n", "12"], 90),
 }
 TESTS_OF_GRAPHS = {

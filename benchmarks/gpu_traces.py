@@ -40,8 +40,10 @@ def carry(traces: Path, folder: Path) -> None:
         spec = find_spec(package)
         if spec is None or spec.origin is None:
             raise SystemExit(f"{package} is not installed here")
-        ignored = shutil.ignore_patterns("__pycache__")
-        shutil.copytree(Path(spec.origin).parent, folder / "packages" / package, ignore=ignored)
+        code = Path(spec.origin).parent
+        for part in (code, *code.parent.glob(f"{package}-*.dist-info")):  # some ask for a version
+            ignored = shutil.ignore_patterns("__pycache__")
+            shutil.copytree(part, folder / "packages" / part.name, ignore=ignored)
     num_bytes = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
     if num_bytes > MOST_CARRIED:
         raise SystemExit(f"{folder} has {num_bytes / 2**20:.0f} MiB, more than can be carried")
