@@ -288,6 +288,16 @@ class Outcome(NamedTuple):
         return "".join(text.split()) in "".join(self.err.split())
 
 
+@pytest.fixture(autouse=True)
+def _leaves_ctrl_c() -> Iterator[None]:
+    """A test that leaves Ctrl-C ignored would fail others, which wait for it, in some orders."""
+    before = signal.getsignal(signal.SIGINT)
+    yield
+    after = signal.getsignal(signal.SIGINT)
+    signal.signal(signal.SIGINT, before)
+    assert after is before, after
+
+
 @pytest.fixture
 def command(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import signal
 
 import pytest
 
@@ -30,7 +31,7 @@ def test_every_error_of_ours_shows_what_a_terminal_would_obey(error):
 
 
 def test_lines_of_a_log_show_what_a_terminal_would_obey(capsys, caplog):
-    stock = logging.getLogRecordFactory()
+    stock, on_ctrl_c = logging.getLogRecordFactory(), signal.getsignal(signal.SIGINT)
 
     def command() -> None:
         logging.getLogger("another.package").warning("%s: %d", EVIL, 3)
@@ -39,6 +40,7 @@ def test_lines_of_a_log_show_what_a_terminal_would_obey(capsys, caplog):
         app_module.run_app(command)  # type: ignore[arg-type]
     finally:
         logging.setLogRecordFactory(stock)
+        signal.signal(signal.SIGINT, on_ctrl_c)  # a command ignores it at its end
     assert caplog.messages == [f"{SEEN}: 3"]
     assert isinstance(caplog.records[0], PrintableRecord)
 
