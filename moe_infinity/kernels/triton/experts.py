@@ -254,7 +254,8 @@ def _up(
     gate_MR += _load_bias(slot, valid_R, GATE)[None, :]
     if UP is not None:
         up_MR += _load_bias(slot, valid_R, UP)[None, :]
-    hidden_MR = mlp_hidden(gate_MR, up_MR, tl.constexpr(MLP.activation)).to(hidden_PF.dtype.element_ty)
+    hidden_MR = mlp_hidden(gate_MR, up_MR, tl.constexpr(MLP.activation))
+    hidden_MR = hidden_MR.to(hidden_PF.dtype.element_ty)
     _store(hidden_PF, hidden_MR, pair_M, is_pair_M, row_R, GATE)
 
 
