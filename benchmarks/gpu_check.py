@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import signal
 import sys
 from pathlib import Path
@@ -56,7 +57,7 @@ def main() -> None:
     parser.add_argument("--fake", action="store_true", help="tiny, on the CPU: checks the script")
     parser.add_argument("--minutes", type=float, default=9.5, help="stages end within this time")
     parser.add_argument(
-        "--only", default="", metavar="TEXT", help="stages that have it in their name"
+        "--only", default="", metavar="REGEX", help="stages whose names it is found in"
     )
     parser.add_argument("--carried", type=Path, default=CARRIED)
     parser.add_argument("--traces", type=Path, default=TRACES, help="for `carry`")
@@ -74,7 +75,7 @@ def main() -> None:
         is_resumed=args.resume,
     )  # fmt: skip
     stages = PLANS[args.command](args.carried, is_fake=args.fake)
-    check.run([stage for stage in stages if stage == MACHINE or args.only in stage.name])
+    check.run([stage for stage in stages if stage == MACHINE or re.search(args.only, stage.name)])
     rows = check.rows()
     is_wrong = [row for row in rows if row["value"] is False]
     is_failed = [row for row in rows if str(row["value"]).startswith("failed")]
