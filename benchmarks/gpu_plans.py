@@ -28,7 +28,10 @@ TESTS_OF_GRAPHS = {
         ["tests/experimental/gpu/test_device_protocol.py", "-m", "gpu"],
         60,
     ),
-    "graphs, tests of tiny models": (["tests/experimental/gpu/test_gpu.py", "-m", "gpu"], 120),
+    "graphs, tests of tiny models": (
+        ["tests/experimental/gpu/test_gpu.py", "-m", "gpu", "-n", "8"],
+        60,
+    ),
     "graphs, tests of kernels": (["tests/experimental/gpu", "-m", "triton", "-n", "12"], 180),
 }
 ALL: dict[str, Any] = {"device_memory": "100%"}
