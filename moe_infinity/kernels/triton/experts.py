@@ -235,6 +235,7 @@ def _up(
         return
     GATE: tl.constexpr = MLP.gate
     UP: tl.constexpr = MLP.up
+    ACTIVATION: tl.constexpr = MLP.activation
     slot, pair_M, is_pair_M = _tile(pointers_E, order_P, tiles_3N, most_tiles, TILE)
     row_R = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     valid_R = _inside(row_R, GATE.num_rows, ROWS)
@@ -254,8 +255,7 @@ def _up(
     gate_MR += _load_bias(slot, valid_R, GATE)[None, :]
     if UP is not None:
         up_MR += _load_bias(slot, valid_R, UP)[None, :]
-    hidden_MR = mlp_hidden(gate_MR, up_MR, tl.constexpr(MLP.activation))
-    hidden_MR = hidden_MR.to(hidden_PF.dtype.element_ty)
+    hidden_MR = mlp_hidden(gate_MR, up_MR, ACTIVATION).to(hidden_PF.dtype.element_ty)
     _store(hidden_PF, hidden_MR, pair_M, is_pair_M, row_R, GATE)
 
 
