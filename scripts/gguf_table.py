@@ -11,15 +11,18 @@ import transformers
 
 from moe_infinity.checkpoint.gguf_architectures import KNOWN
 from tests.gguf_files import MODELS
-from tests.test_gguf_families import LIKE_LLAMA_CPP
 from tools.convert_to_gguf import ARCHITECTURES
 
 GUIDE = Path(__file__).resolve().parents[1] / "docs" / "gguf.md"
 BEGIN = "<!-- models: begin (python -m scripts.gguf_table) -->\n"
 END = "<!-- models: end -->"
-# What files of an architecture say of their tokenizer, by llama.cpp's converter.
+# What files of an architecture, or of one of its models, say of their tokenizer, by llama.cpp's
+# converter.
 TOKENIZERS = {
-    "deepseek2": ("deepseek-llm", "deepseek-v3"), "dots1": ("qwen2",), "ernie4_5-moe": ("llama",),
+    "deepseek_v2": ("deepseek-llm",), "glm4_moe_lite": ("glm4",), "solar_open": ("solar-open",),
+    "afmoe": ("afmoe",), "exaone-moe": ("exaone-moe",), "glm-dsa": ("glm4",), "jamba": ("llama",),
+    "kimi-linear": ("kimi-k2",),
+    "deepseek2": ("deepseek-v3", "kimi-k2"), "dots1": ("qwen2",), "ernie4_5-moe": ("llama",),
     "gemma4": ("gemma4",), "glm4moe": ("glm4",), "gpt-oss": ("gpt-4o",),
     "granitehybrid": ("dbrx",), "granitemoe": ("refact",), "hunyuan-moe": ("hunyuan",),
     "lfm2moe": ("lfm2",), "llama": ("llama",), "llama4": ("llama4",),
@@ -29,8 +32,13 @@ TOKENIZERS = {
 }  # fmt: skip
 
 
-# What a comparison with llama.cpp has shown that nobody has understood yet.
-UNLIKE_LLAMA_CPP = {"gpt_oss": "no: 0.98 for 70 tokens, why is open"}
+# What a comparison has shown that llama.cpp computes otherwise; the page says why.
+DIFFERENCES = {
+    "glm_moe_dsa": "up to `index_topk` tokens",
+    "gpt_oss": "but for YaRN",
+    "granitemoehybrid": "with one group of Mamba",
+    "phimoe": "no: other norms and routing",
+}
 
 
 def table() -> str:
@@ -49,8 +57,8 @@ def table() -> str:
             architecture,
             model_class,
             "file" if is_enough else "`--config`",
-            "yes" if name in LIKE_LLAMA_CPP else UNLIKE_LLAMA_CPP.get(name, "not tried"),
-            ", ".join(TOKENIZERS[architecture]),
+            DIFFERENCES.get(name, "yes"),
+            ", ".join(TOKENIZERS.get(name) or TOKENIZERS[architecture]),
         )
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"

@@ -23,8 +23,9 @@ COMMON: dict[str, Any] = {
 }  # fmt: skip
 DEEPSEEK = {
     "n_routed_experts": 8, "moe_intermediate_size": 96, "kv_lora_rank": 32, "qk_nope_head_dim": 32,
-    "qk_rope_head_dim": 16, "v_head_dim": 32, "num_key_value_heads": 4,
+    "qk_rope_head_dim": 16, "v_head_dim": 32, "num_key_value_heads": 4, "q_lora_rank": 32,
 }  # fmt: skip
+DENSE_FIRST = {"num_hidden_layers": 3, "mlp_layer_types": ["dense", "sparse", "sparse"]}
 # By model_type of transformers.
 MODELS: dict[str, dict[str, Any]] = {
     "qwen2_moe": {
@@ -45,21 +46,25 @@ MODELS: dict[str, dict[str, Any]] = {
         "residual_multiplier": 0.5, "logits_scaling": 3.0,
     },
     "granitemoeshared": {"num_local_experts": 8, "shared_intermediate_size": 64},
-    "deepseek_v2": DEEPSEEK | {"first_k_dense_replace": 0, "q_lora_rank": None},
+    "deepseek_v2": DEEPSEEK | {"first_k_dense_replace": 0},
     "deepseek_v3": DEEPSEEK | {
-        "first_k_dense_replace": 1, "q_lora_rank": 32, "n_group": 2, "topk_group": 1,
+        "first_k_dense_replace": 1, "n_group": 2, "topk_group": 1,
     },
     "glm4_moe": {
         "n_routed_experts": 8, "moe_intermediate_size": 96, "first_k_dense_replace": 1,
         "n_group": 1, "topk_group": 1,
     },
-    "phimoe": {"num_local_experts": 8, "num_experts_per_tok": 2},
+    "phimoe": {
+        "num_local_experts": 8, "num_experts_per_tok": 2, "attention_bias": True,
+        "lm_head_bias": True, "sliding_window": None,
+    },
     "llama4_text": {
         "num_local_experts": 8, "num_experts_per_tok": 1, "intermediate_size_mlp": 96,
-        "interleave_moe_layer_step": 2,
+        "interleave_moe_layer_step": 2, "num_hidden_layers": 4, "attention_chunk_size": 8192,
     },
     "ernie4_5_moe": {
         "moe_num_experts": 8, "moe_intermediate_size": 96, "moe_k": 3, "moe_layer_start_index": 1,
+        "moe_num_shared_experts": 2, "intermediate_size": 384,
     },
     "minimax_m2": {"num_local_experts": 8},
     "qwen3_next": {
@@ -98,6 +103,7 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "dots1": {
         "n_routed_experts": 8, "moe_intermediate_size": 96, "n_group": 1, "topk_group": 1,
+        "num_key_value_heads": 4,
         "n_shared_experts": 1, "first_k_dense_replace": 1, "routed_scaling_factor": 2.5,
         "layer_types": ["full_attention"] * 2,
     },
@@ -116,6 +122,31 @@ MODELS: dict[str, dict[str, Any]] = {
         "mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 16, "n_groups": 2,
         "chunk_size": 32,
     },
+    "afmoe": {
+        "num_experts": 8, "moe_intermediate_size": 96, "num_hidden_layers": 4,
+        "num_dense_layers": 1, "num_shared_experts": 1, "route_scale": 2.5, "sliding_window": 16,
+        "mup_enabled": True, "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
+    },
+    "exaone_moe": {
+        "num_experts": 8, "moe_intermediate_size": 96, "num_hidden_layers": 4,
+        "first_k_dense_replace": 1, "sliding_window": 16,
+        "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
+    },
+    "glm4_moe_lite": DEEPSEEK | DENSE_FIRST,
+    "glm_moe_dsa": DEEPSEEK | DENSE_FIRST | {
+        "index_topk": 16, "index_head_dim": 64, "index_n_heads": 4,
+    },
+    "jamba": {
+        "num_experts": 8, "num_hidden_layers": 4, "attn_layer_period": 2, "attn_layer_offset": 1,
+        "expert_layer_period": 2, "expert_layer_offset": 1, "mamba_d_state": 16,
+        "mamba_dt_rank": 8, "use_mamba_kernels": False,
+    },
+    "kimi_linear": DEEPSEEK | {
+        "q_lora_rank": None, "num_experts": 8, "num_experts_per_token": 3, "num_hidden_layers": 4,
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+        "mlp_layer_types": ["dense"] + ["sparse"] * 3, "linear_head_dim": 16, "linear_num_heads": 4,
+    },
+    "solar_open": {"n_routed_experts": 8, "moe_intermediate_size": 96},
 }  # fmt: skip
 WIDE = {"hidden_size": 256, "intermediate_size": 256, "moe_intermediate_size": 256}  # K-quants
 

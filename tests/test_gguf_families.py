@@ -24,26 +24,29 @@ from moe_infinity import MoE
 from moe_infinity.architectures.model_parts import PackedLinear
 from tests.closeness import distance, logits_of_steps
 from tests.conftest import save_tokenizer
-from tests.gguf_files import WIDE, build, rewrite, widen
+from tests.gguf_files import MODELS, WIDE, build, rewrite, widen
 from tests.server.driving import Client, assert_same_answer, make_engine, run_all
 from tools.convert_to_gguf import convert
 
 pytestmark = pytest.mark.arithmetic
 
 FAMILIES = ("qwen3_5_moe_text", "gemma4_text", "lfm2_moe", "granitemoehybrid", "nemotron_h")
-# What llama.cpp is given, too. Of other architectures it wants metadata that are not written here.
-LIKE_LLAMA_CPP = (
-    *FAMILIES, "granitemoe", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "qwen3_next",
-)  # fmt: skip
+# By model, what of the config is another for llama.cpp, which computes it in one way only.
+YARN = MODELS["gpt_oss"]["rope_parameters"]
+FOR_LLAMA_CPP = {
+    "gpt_oss": {"rope_parameters": YARN | {"truncate": True}},
+    "glm_moe_dsa": {"index_topk": 2048},
+}
+UNLIKE_LLAMA_CPP = ("phimoe",)  # docs/gguf.md says why
 LLAMA_PYTHON = os.environ.get("MOE_INFINITY_LLAMA_PYTHON")
 LLAMA_LOGITS = Path(__file__).parents[1] / "benchmarks" / "llama_logits.py"
 # Of the largest logit. Between two arithmetics it is as large as between either and float64.
 TOLERANCES = {True: 1e-5, False: 1e-4}  # by `exact`
 
 
-def made(name: str, folder: Path) -> Path:
+def made(name: str, folder: Path, **changes: Any) -> Path:
     """A checkpoint with its file f32.gguf, for long prompts."""
-    build(name, folder, max_position_embeddings=1024)
+    build(name, folder, max_position_embeddings=1024, **changes)
     convert(folder, folder / "f32.gguf", "f32")
     return folder
 
@@ -90,10 +93,11 @@ def test_a_batch_of_the_server_has_the_answers_of_each_alone(folder):
 
 
 @pytest.mark.skipif(LLAMA_PYTHON is None, reason="MOE_INFINITY_LLAMA_PYTHON names no interpreter")
-@pytest.mark.parametrize("name", LIKE_LLAMA_CPP)
+@pytest.mark.parametrize("name", [name for name in MODELS if name not in UNLIKE_LLAMA_CPP])
 def test_llama_cpp_has_the_same_logits(name, tmp_path):
-    file = made(name, tmp_path / name) / "f32.gguf"
-    with torch.no_grad(), opened(file) as moe:
+    folder = made(name, tmp_path / name, **FOR_LLAMA_CPP.get(name, {}))
+    file = folder / "f32.gguf"
+    with torch.no_grad(), opened(file, config_from=str(folder)) as moe:
         for length in (3, 70, 700):
             ours = moe.model(ids_of(length)).logits.numpy()
             theirs = logits_of_llama_cpp(file, ids_of(length), tmp_path)

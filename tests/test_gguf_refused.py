@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from moe_infinity import CheckpointError, MoE, UnsupportedModelError
 from moe_infinity.checkpoint.gguf_config import config_of
@@ -97,9 +98,32 @@ def test_a_tensor_of_another_shape_than_the_config_says_is_named(small, tmp_path
         MoE(small / "q8_0.gguf", config_from=str(folder))
 
 
-def test_an_architecture_that_nobody_has_checked_is_refused(tmp_path, small):
+def test_an_architecture_that_nobody_has_checked_needs_a_config(tmp_path, small):
     file = rename(small / "q8_0.gguf", tmp_path / "m.gguf", "qwen3moe", "dots.one")
-    with pytest.raises(UnsupportedModelError, match="nobody has checked"):
+    with pytest.raises(UnsupportedModelError, match="--config"):
+        MoE(file)
+
+
+def test_an_architecture_that_nobody_has_checked_is_tried_with_a_warning(tmp_path, small, caplog):
+    """The gguf package knows neither the name nor which tensors there are."""
+    file = rename(small / "q8_0.gguf", tmp_path / "m.gguf", "qwen3moe", "dots.one")
+    ids = torch.arange(3, 23)[None]
+    settings = {"dtype": "float32", "device": "cpu", "config_from": str(small)}
+    with MoE(small / "q8_0.gguf", **settings) as moe, torch.no_grad():
+        expected = moe.model(ids).logits
+    assert "nobody has compared" not in caplog.text
+    with MoE(file, **settings) as moe, torch.no_grad():
+        assert torch.equal(moe.model(ids).logits, expected)
+    assert caplog.text.count("dots.one is tried, but nobody has compared it") == 1
+
+
+@pytest.mark.parametrize("name", ["blk.1.attn_k_norm.weight", "blk.1.ffn_up_exps.weight"])
+def test_an_architecture_that_nobody_has_checked_has_the_tensors_of_its_class(
+    name, tmp_path, small
+):
+    file = rename(small / "q8_0.gguf", tmp_path / "a.gguf", "qwen3moe", "dots.one")
+    file = rename(file, tmp_path / "b.gguf", name, name[:-6] + "wrongs")
+    with pytest.raises(CheckpointError, match=name.split(".")[2]):
         MoE(file, config_from=str(small))
 
 

@@ -27,7 +27,8 @@ from safetensors import safe_open
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # if this is run as a script
 
-from tools.gguf_changes import NAMES, as_written, changed, more_metadata, more_tensors
+from tools.gguf_changes import NAMES, changed
+from tools.gguf_metadata import as_written, more_metadata, more_tensors
 from tools.vocabulary_to_gguf import read_tokenizer
 
 ARCHITECTURES = {
@@ -38,6 +39,8 @@ ARCHITECTURES = {
     "minimax_m2": "minimax-m2", "qwen3_next": "qwen3next", "qwen3_5_moe_text": "qwen35moe",
     "gemma4_text": "gemma4", "lfm2_moe": "lfm2moe", "granitemoehybrid": "granitehybrid",
     "nemotron_h": "nemotron_h_moe", "dots1": "dots1", "hunyuan_v1_moe": "hunyuan-moe",
+    "afmoe": "afmoe", "exaone_moe": "exaone-moe", "jamba": "jamba", "kimi_linear": "kimi-linear",
+    "glm_moe_dsa": "glm-dsa", "glm4_moe_lite": "deepseek2", "solar_open": "glm4moe",
 }  # fmt: skip
 EXPERT = re.compile(r"(?:model|backbone)\.layers\.(\d+)\..*experts\.(\d+)\.(\w+)\.weight")
 LEAVES = {
@@ -46,7 +49,10 @@ LEAVES = {
 }  # fmt: skip
 REORDERED = ("llama", "granitemoe")  # rows of q and k
 # Whose weights gguf_changes.py knows.
-CHANGED = ("gemma4", "granitehybrid", "lfm2moe", "nemotron_h_moe", "qwen3next", "qwen35moe")
+CHANGED = (
+    "afmoe", "gemma4", "granitehybrid", "jamba", "kimi-linear", "lfm2moe", "nemotron_h_moe",
+    "qwen3next", "qwen35moe",
+)  # fmt: skip
 TYPES = {"f32": Type.F32, "f16": Type.F16, "bf16": Type.BF16, "q8_0": Type.Q8_0, "q4_0": Type.Q4_0,
          "q5_1": Type.Q5_1, "mxfp4": Type.MXFP4, "q4_k_m": Type.Q4_K}  # fmt: skip
 SCALES = {Type.Q4_K: slice(0, 4), Type.Q5_K: slice(0, 4), Type.Q6_K: slice(208, 210)}  # float16
@@ -139,6 +145,8 @@ class Converter:
 
     def _mapped(self, name: str) -> str:
         name = name.removesuffix("_bias") + ".bias" if name.endswith("correction_bias") else name
+        # transformers saves dense layers of Kimi Linear under the name of those with experts.
+        name = re.sub(r"block_sparse_moe\.(\w+_proj)\.", r"mlp.\1.", name)
         name = f"{name}.weight" if name.endswith("sinks") else name
         found = self._map.get_name(name, try_suffixes=(".weight", ".bias"))
         if found is None:
@@ -247,20 +255,20 @@ def write_metadata(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_head_count(heads)
     writer.add_head_count_kv(config["num_key_value_heads"])
     writer.add_key_length(head_dim)
-    writer.add_value_length(head_dim)
-    writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1)))
+    writer.add_value_length(config.get("value_head_dim", head_dim))
+    num_rotated = int(head_dim * rope.get("partial_rotary_factor", 1))
+    writer.add_rope_dimension_count(config.get("qk_rope_head_dim", num_rotated))
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_rope_freq_base(rope.get("rope_theta") or config.get("rope_theta") or 1e4)
     writer.add_vocab_size(config["vocab_size"])
     for key in ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"):
         if key in config:
             writer.add_expert_count(config[key])
-    names_of_k = ("num_experts_per_tok", "moe_topk", "moe_k")
+    names_of_k = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k")
     writer.add_expert_used_count(next(config[name] for name in names_of_k if name in config))
     more = {
         "moe_intermediate_size": writer.add_expert_feed_forward_length,
         "shared_expert_intermediate_size": writer.add_expert_shared_feed_forward_length,
-        "sliding_window": writer.add_sliding_window,
         "attention_multiplier": writer.add_attention_scale,
         "embedding_multiplier": writer.add_embedding_scale,
         "residual_multiplier": writer.add_residual_scale,
@@ -269,6 +277,8 @@ def write_metadata(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     for key, add in more.items():
         if config.get(key):
             add(config[key])
+    if "sliding_attention" in config.get("layer_types", ()):
+        writer.add_sliding_window(config["sliding_window"])
     for key, value in more_values.items():
         writer.add_key_value(f"{writer.arch}.{key}", value, value_type(value))
     if rope.get("rope_type") == "yarn":

@@ -1,4 +1,4 @@
-"""What llama.cpp's converter does to single weights of hybrid models, and their metadata.
+"""What llama.cpp's converter does to single weights of hybrid models.
 
 The loader's gguf_undo.py undoes it. Both are written from llama.cpp's conversion/, not from each
 other.
@@ -24,6 +24,8 @@ def changed(
     """Return the tensor that the converter stores for a weight of the checkpoint."""
     if architecture == "qwen35moe" and ".linear_attn." in name:
         weight = tiled(name, weight, config)
+    if architecture == "kimi-linear" and "_conv1d." in name:
+        return weight.unsqueeze(0)
     if architecture in ("granitehybrid", "nemotron_h_moe"):
         weight = mamba(name, weight, config)
     if name.endswith(".A_log"):
@@ -64,126 +66,3 @@ def mamba(name: str, weight: torch.Tensor, config: dict[str, Any]) -> torch.Tens
             halves = weight.reshape(config[heads], 2, -1, weight.shape[1])
             return halves.swapaxes(1, 2).reshape(weight.shape)
     return weight
-
-
-def more_metadata(config: dict[str, Any]) -> dict[str, Any]:
-    """The keys that the converter writes for these models only."""
-    if config["model_type"] == "gemma4_text":
-        return _gemma4(config)
-    if config["model_type"] == "nemotron_h":
-        return _nemotron(config)
-    if config["model_type"] == "gpt_oss":
-        return {"expert_feed_forward_length": config["intermediate_size"]}
-    if config["model_type"] == "granitemoehybrid":
-        return {
-            "ssm.conv_kernel": config["mamba_d_conv"], "ssm.state_size": config["mamba_d_state"],
-            "ssm.group_count": config["mamba_n_groups"],
-            "ssm.time_step_rank": config["mamba_n_heads"],
-            "ssm.inner_size": config["mamba_n_heads"] * config["mamba_d_head"],
-            "expert_shared_feed_forward_length": config["shared_intermediate_size"],
-            "rope.scaling.finetuned": False,
-        }  # fmt: skip
-    if config["model_type"] == "lfm2_moe":
-        return {
-            "shortconv.l_cache": config["conv_L_cache"], "expert_gating_func": 2,
-            "leading_dense_block_count": config["num_dense_layers"],
-        }  # fmt: skip
-    if "linear_num_key_heads" not in config:
-        return {}
-    num_values = config["linear_num_value_heads"]
-    sections = config["rope_parameters"].get("mrope_section")
-    kinds = config["layer_types"]
-    return {
-        "ssm.conv_kernel": config["linear_conv_kernel_dim"],
-        "ssm.state_size": config["linear_key_head_dim"],
-        "ssm.group_count": config["linear_num_key_heads"],
-        "ssm.time_step_rank": num_values,
-        "ssm.inner_size": num_values * config["linear_value_head_dim"],
-        "attention.recurrent_layers": [kind == "linear_attention" for kind in kinds],
-        "full_attention_interval": 4,
-    } | ({"rope.dimension_sections": [*sections, 0]} if sections else {})
-
-
-def _nemotron(config: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "attention.layer_norm_epsilon": config["layer_norm_epsilon"],
-        "expert_group_count": config["n_group"],
-        "expert_group_used_count": config["topk_group"],
-        "expert_shared_count": config["n_shared_experts"],
-        "expert_shared_feed_forward_length": config["moe_shared_expert_intermediate_size"],
-        "expert_weights_norm": config["norm_topk_prob"],
-        "expert_weights_scale": float(config["routed_scaling_factor"]),
-        "ssm.conv_kernel": config["conv_kernel"],
-        "ssm.state_size": config["ssm_state_size"],
-        "ssm.group_count": config["n_groups"],
-        "ssm.time_step_rank": config["mamba_num_heads"],
-        "ssm.inner_size": config["mamba_num_heads"] * config["mamba_head_dim"],
-    }
-
-
-def _gemma4(config: dict[str, Any]) -> dict[str, Any]:
-    kinds = config["layer_types"]
-    return {
-        "attention.sliding_window_pattern": [kind == "sliding_attention" for kind in kinds],
-        "attention.key_length_swa": config["head_dim"],
-        "attention.value_length_swa": config["head_dim"],
-        "attention.shared_kv_layers": config["num_kv_shared_layers"],
-        "embedding_length_per_layer_input": config["hidden_size_per_layer_input"],
-        "final_logit_softcapping": config["final_logit_softcapping"],
-        "rope.freq_base_swa": config["rope_parameters"]["sliding_attention"]["rope_theta"],
-        "rope.dimension_count_swa": config["head_dim"],
-    }
-
-
-def _of_full_layers(config: dict[str, Any]) -> dict[str, Any]:
-    """What the config says of Gemma 4's layers without a window."""
-    number = config["layer_types"].index("full_attention")
-    found: dict[str, Any] = config["per_layer_config"][str(number)]
-    return found
-
-
-def as_written(config: dict[str, Any]) -> dict[str, Any]:
-    """The config with a list where the converter writes one value for each layer."""
-    kinds = config.get("layer_types", [])
-    heads = config["num_key_value_heads"]
-    if config["model_type"] == "lfm2_moe":
-        counts = [heads if kind == "full_attention" else 0 for kind in kinds]
-        return config | {"num_key_value_heads": counts, "rms_norm_eps": config["norm_eps"]}
-    if config["model_type"] == "granitemoehybrid":
-        counts = [heads if kind == "full_attention" else 0 for kind in kinds]
-        return config | {"num_key_value_heads": counts}
-    if config["model_type"] == "nemotron_h":
-        kinds = config["layers_block_type"]
-        width = config["moe_intermediate_size"]
-        return config | {
-            "num_hidden_layers": len(kinds),
-            "rms_norm_eps": config["layer_norm_epsilon"],
-            "num_key_value_heads": [heads * (kind == "full_attention") for kind in kinds],
-            "intermediate_size": [width * (kind == "moe") for kind in kinds],
-        }
-    if config["model_type"] != "gemma4_text":
-        return config
-    full = _of_full_layers(config)
-    in_full = full.get("num_key_value_heads", heads)
-    first_shared = config["num_hidden_layers"] - config["num_kv_shared_layers"]
-    width = config["intermediate_size"]
-    wide = 2 * width if config["use_double_wide_mlp"] else width
-    return config | {
-        "num_key_value_heads": [in_full if kind == "full_attention" else heads for kind in kinds],
-        "intermediate_size": [width if at < first_shared else wide for at in range(len(kinds))],
-        "head_dim": full["head_dim"],
-        "num_experts_per_tok": config["top_k_experts"],
-        "rope_parameters": {
-            "rope_theta": config["rope_parameters"]["full_attention"]["rope_theta"]
-        },
-    }
-
-
-def more_tensors(config: dict[str, Any]) -> dict[str, list[float]]:
-    """Tensors that are in no checkpoint."""
-    if config["model_type"] != "gemma4_text":
-        return {}
-    num_pairs = _of_full_layers(config)["head_dim"] // 2
-    share = config["rope_parameters"]["full_attention"]["partial_rotary_factor"]
-    num_rotated = int(num_pairs * share)
-    return {"rope_freqs.weight": [1.0] * num_rotated + [1e30] * (num_pairs - num_rotated)}

@@ -187,10 +187,13 @@ GRANITE_SCALES = {
     "logit_scale": "logits_scaling",
 }
 LOCAL_EXPERTS = {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"}
+UNKNOWN = Architecture(changed={".A_log": log_of_negative})  # which the converter always changes
 KNOWN = {
+    "afmoe": Architecture(),
     "deepseek2": Architecture(),
     "dots1": Architecture(),
     "ernie4_5-moe": Architecture(),
+    "exaone-moe": Architecture(),
     "gemma4": Architecture(
         metadata=Metadata(
             "gemma4_text",
@@ -214,6 +217,7 @@ KNOWN = {
         # Layers that use the keys of others: their own are in the file, but nothing uses them.
         unused=("attn_k.weight", "attn_v.weight", "attn_k_norm.weight"),
     ),
+    "glm-dsa": Architecture(),
     "glm4moe": Architecture(),
     "gpt-oss": Architecture(
         metadata=Metadata(
@@ -251,6 +255,8 @@ KNOWN = {
         ),
     ),
     "hunyuan-moe": Architecture(),
+    "jamba": UNKNOWN,
+    "kimi-linear": UNKNOWN,
     "lfm2moe": Architecture(
         metadata=Metadata(
             "lfm2_moe",

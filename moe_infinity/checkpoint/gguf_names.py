@@ -17,7 +17,6 @@ from collections.abc import Callable, Mapping
 from math import prod
 from typing import Any, TypeVar
 
-import gguf
 from torch import Tensor
 from transformers.core_model_loading import (
     Concatenate,
@@ -29,9 +28,15 @@ from transformers.core_model_loading import (
 )
 
 from moe_infinity.architectures.adapters import ExpertsModule
-from moe_infinity.checkpoint.gguf_architectures import KNOWN
+from moe_infinity.checkpoint.gguf_architectures import KNOWN, UNKNOWN
 from moe_infinity.checkpoint.gguf_file import GgufModel
-from moe_infinity.checkpoint.gguf_undo import JoinHeads, JoinKeysAndValues, Undo
+from moe_infinity.checkpoint.gguf_map import name_map
+from moe_infinity.checkpoint.gguf_undo import (
+    JoinConvolutions,
+    JoinHeads,
+    JoinKeysAndValues,
+    Undo,
+)
 from moe_infinity.checkpoint.headers import STORED_DTYPES, Extent, StoredTensor
 from moe_infinity.checkpoint.packing import PackedTensor, PartFormat, WeightFormat
 from moe_infinity.checkpoint.plan import Weights, find_experts
@@ -49,7 +54,10 @@ OTHER_NAMES = {
     ".e_score_correction_bias": "exp_probs_b.bias",
     ".block_sparse_moe.router.weight": "ffn_gate_inp.weight",
     ".dt_bias": "ssm_dt.bias",
-    ".feed_forward.expert_bias": "exp_probs_b.bias",
+    ".forget_gate.A_log": "ssm_a",
+    ".forget_gate.f_a_proj.weight": "ssm_f_a.weight",
+    ".forget_gate.f_b_proj.weight": "ssm_f_b.weight",
+    ".expert_bias": "exp_probs_b.bias",
     ".router.scale": "ffn_gate_inp.scale",
     ".router.per_expert_scale": "ffn_down_exps.scale",
 }
@@ -58,6 +66,10 @@ SPLIT: dict[str, tuple[tuple[str, ...], ConversionOps]] = {
     ".self_attn.kv_b_proj.weight": (("attn_k_b", "attn_v_b"), JoinKeysAndValues()),
     ".shared_mlp.input_linear.weight": (("ffn_gate_shexp", "ffn_up_shexp"), Concatenate(0)),
     ".linear_attn.in_proj_qkvz.weight": (("attn_qkv", "attn_gate"), JoinHeads()),
+    ".self_attn.conv1d.weight": (
+        ("ssm_conv1d_q", "ssm_conv1d_k", "ssm_conv1d_v"),
+        JoinConvolutions(),
+    ),
 }
 OF_EXPERTS = {
     "gate_up_proj": ("ffn_gate_exps", "ffn_up_exps"),
@@ -107,19 +119,19 @@ class Names:
 
     def __init__(self, model: Any, file: GgufModel) -> None:
         if file.architecture not in KNOWN:
-            raise UnsupportedModelError(
-                f"{file.files[0]}: nobody has checked yet what llama.cpp's converter does to a "
-                f"{file.architecture} model, expected one of: {', '.join(KNOWN)}"
-            )
-        numbers = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
+            logger.warning(
+                "%s: %s is tried, but nobody has compared it with the original model: only names "
+                "and shapes of its tensors are checked. Those that are: %s",
+                file.files[0], file.architecture, ", ".join(KNOWN),
+            )  # fmt: skip
         self.weights: Weights = {}
         self.rules: dict[str, WeightConverter] = {}  # by parameter, without the layer
         self._file = file
-        self._architecture = KNOWN[file.architecture]
+        self._architecture = KNOWN.get(file.architecture, UNKNOWN)
         self._params = model.state_dict()
         self._config = model.config.get_text_config()
         self._num_layers = self._config.num_hidden_layers
-        self._map = gguf.get_tensor_name_map(numbers[file.architecture], self._num_layers)
+        self._name_of = name_map(file, self._num_layers)
         self._unused = set(file.tensors)
 
     def add_experts(self, layer: ExpertsModule) -> None:
@@ -175,9 +187,8 @@ class Names:
         leaf = _by_end(OTHER_NAMES, param)
         if leaf is not None:
             return self._stored(param, leaf)
-        suffixes = (".weight", ".bias")
         older = param.replace("model.", "backbone.", 1)
-        name = self._map.get_name(param, suffixes) or self._map.get_name(older, suffixes)
+        name = self._name_of(param) or self._name_of(older)
         if name is None:
             return None
         return self._file.tensors.get(name) or self._file.tensors.get(f"{name}.weight")

@@ -97,6 +97,15 @@ class JoinKeysAndValues(Undo):
         return both.reshape(-1, both.shape[-1])
 
 
+class JoinConvolutions(Undo):
+    """conv1d of Kimi Linear's attention, of which the file has queries, keys and values
+    [1, C, 1, K].
+    """
+
+    def undone(self, weights: list[Tensor], config: Any) -> Tensor:
+        return torch.cat([weight.reshape(-1, 1, weight.shape[-1]) for weight in weights])
+
+
 def subtract_one(weight: Tensor) -> Tensor:
     """The weight of a norm, to which the converter added what the model's code adds."""
     return weight - 1

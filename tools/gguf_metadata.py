@@ -1,0 +1,276 @@
+"""The metadata that llama.cpp's converter writes of a config, beyond those of every model, and the
+tensors that are in no checkpoint. Written from llama.cpp's conversion/.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+# Fields of a config whose values are those of keys.
+FIELDS = {
+    "first_k_dense_replace": "leading_dense_block_count",
+    "num_dense_layers": "leading_dense_block_count",
+    "moe_layer_start_index": "leading_dense_block_count",
+    "moe_layer_interval": "interleave_moe_layer_step",
+    "interleave_moe_layer_step": "interleave_moe_layer_step",
+    "n_shared_experts": "expert_shared_count",
+    "num_shared_experts": "expert_shared_count",
+    "moe_num_shared_experts": "expert_shared_count",
+    "routed_scaling_factor": "expert_weights_scale",
+    "route_scale": "expert_weights_scale",
+    "norm_topk_prob": "expert_weights_norm",
+    "n_group": "expert_group_count",
+    "topk_group": "expert_group_used_count",
+    "q_lora_rank": "attention.q_lora_rank",
+    "kv_lora_rank": "attention.kv_lora_rank",
+    "v_head_dim": "attention.value_length_mla",
+    "index_n_heads": "attention.indexer.head_count",
+    "index_head_dim": "attention.indexer.key_length",
+    "index_topk": "attention.indexer.top_k",
+}
+# Architectures of which the converter writes them, and all of these.
+WITH_FIELDS = (
+    "afmoe", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5_moe", "exaone_moe", "glm4_moe",
+    "glm4_moe_lite", "glm_moe_dsa", "kimi_linear", "llama4_text", "solar_open",
+)  # fmt: skip
+# By model_type: how scores of experts are made of logits, where the converter says so.
+SIGMOID = (
+    "afmoe", "deepseek_v3", "dots1", "exaone_moe", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa",
+    "kimi_linear", "minimax_m2", "solar_open",
+)  # fmt: skip
+
+
+def more_metadata(config: dict[str, Any]) -> dict[str, Any]:
+    """The keys that the converter writes for some models only."""
+    model_type = config["model_type"]
+    found: dict[str, Any] = {}
+    if model_type in WITH_FIELDS:
+        found = {key: config[name] for name, key in FIELDS.items() if config.get(name) is not None}
+    if "kv_lora_rank" in config:
+        key_length = config["qk_nope_head_dim"] + config["qk_rope_head_dim"]
+        found["attention.key_length_mla"] = key_length
+    if "mlp_layer_types" in config and model_type in WITH_FIELDS:
+        found["leading_dense_block_count"] = config["mlp_layer_types"].count("dense")
+    if "expert_weights_scale" in found:
+        found["expert_weights_scale"] = float(found["expert_weights_scale"])
+    if model_type in SIGMOID:
+        found["expert_gating_func"] = 2
+    of_model = OF_MODELS.get(model_type)
+    return found if of_model is None else found | of_model(config)
+
+
+def _gpt_oss(config: dict[str, Any]) -> dict[str, Any]:
+    return {"expert_feed_forward_length": config["intermediate_size"]}
+
+
+def _granite(config: dict[str, Any]) -> dict[str, Any]:
+    return {"expert_shared_feed_forward_length": config["shared_intermediate_size"]}
+
+
+def _granite_hybrid(config: dict[str, Any]) -> dict[str, Any]:
+    return _granite(config) | {
+        "ssm.conv_kernel": config["mamba_d_conv"],
+        "ssm.state_size": config["mamba_d_state"],
+        "ssm.group_count": config["mamba_n_groups"],
+        "ssm.time_step_rank": config["mamba_n_heads"],
+        "ssm.inner_size": config["mamba_n_heads"] * config["mamba_d_head"],
+        "rope.scaling.finetuned": False,
+    }
+
+
+def _lfm2(config: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "shortconv.l_cache": config["conv_L_cache"],
+        "expert_gating_func": 2,
+        "leading_dense_block_count": config["num_dense_layers"],
+    }
+
+
+def _jamba(config: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "ssm.conv_kernel": config["mamba_d_conv"],
+        "ssm.inner_size": config["mamba_expand"] * config["hidden_size"],
+        "ssm.state_size": config["mamba_d_state"],
+        "ssm.time_step_rank": config["mamba_dt_rank"],
+    }
+
+
+def _kimi_linear(config: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "ssm.conv_kernel": config["linear_conv_kernel_dim"],
+        "kda.head_dim": config["linear_head_dim"],
+    }
+
+
+def _afmoe(config: dict[str, Any]) -> dict[str, Any]:
+    return {"expert_weights_norm": True}  # a field that transformers does not save
+
+
+def _ernie(config: dict[str, Any]) -> dict[str, Any]:
+    shared = config["intermediate_size"] // config["num_key_value_heads"]  # so in the converter
+    return {"expert_shared_feed_forward_length": shared}
+
+
+def _exaone(config: dict[str, Any]) -> dict[str, Any]:
+    kinds = config["layer_types"]
+    return {
+        "attention.sliding_window_pattern": [kind == "sliding_attention" for kind in kinds],
+        "expert_shared_feed_forward_length": config["moe_intermediate_size"]
+        * config["num_shared_experts"],
+    }
+
+
+def _glm_dsa(config: dict[str, Any]) -> dict[str, Any]:
+    return {"attention.indexer.types": [kind == "full" for kind in config["indexer_types"]]}
+
+
+def _hunyuan(config: dict[str, Any]) -> dict[str, Any]:
+    """Of Hunyuan-A13B, where these are one for each layer."""
+    return {
+        "expert_feed_forward_length": config["intermediate_size"],
+        "expert_shared_feed_forward_length": config["intermediate_size"],
+        "expert_shared_count": 1,
+    }
+
+
+def _llama4(config: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "expert_feed_forward_length": config["intermediate_size"],
+        "feed_forward_length": config["intermediate_size_mlp"],
+    }
+
+
+def _delta_net(config: dict[str, Any]) -> dict[str, Any]:
+    num_values = config["linear_num_value_heads"]
+    sections = config["rope_parameters"].get("mrope_section")
+    kinds = config["layer_types"]
+    return {
+        "ssm.conv_kernel": config["linear_conv_kernel_dim"],
+        "ssm.state_size": config["linear_key_head_dim"],
+        "ssm.group_count": config["linear_num_key_heads"],
+        "ssm.time_step_rank": num_values,
+        "ssm.inner_size": num_values * config["linear_value_head_dim"],
+        "attention.recurrent_layers": [kind == "linear_attention" for kind in kinds],
+        "full_attention_interval": 4,
+    } | ({"rope.dimension_sections": [*sections, 0]} if sections else {})
+
+
+def _nemotron(config: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "attention.layer_norm_epsilon": config["layer_norm_epsilon"],
+        "expert_group_count": config["n_group"],
+        "expert_group_used_count": config["topk_group"],
+        "expert_shared_count": config["n_shared_experts"],
+        "expert_shared_feed_forward_length": config["moe_shared_expert_intermediate_size"],
+        "expert_weights_norm": config["norm_topk_prob"],
+        "expert_weights_scale": float(config["routed_scaling_factor"]),
+        "ssm.conv_kernel": config["conv_kernel"],
+        "ssm.state_size": config["ssm_state_size"],
+        "ssm.group_count": config["n_groups"],
+        "ssm.time_step_rank": config["mamba_num_heads"],
+        "ssm.inner_size": config["mamba_num_heads"] * config["mamba_head_dim"],
+    }
+
+
+def _gemma4(config: dict[str, Any]) -> dict[str, Any]:
+    kinds = config["layer_types"]
+    return {
+        "attention.sliding_window_pattern": [kind == "sliding_attention" for kind in kinds],
+        "attention.key_length_swa": config["head_dim"],
+        "attention.value_length_swa": config["head_dim"],
+        "attention.shared_kv_layers": config["num_kv_shared_layers"],
+        "embedding_length_per_layer_input": config["hidden_size_per_layer_input"],
+        "final_logit_softcapping": config["final_logit_softcapping"],
+        "rope.freq_base_swa": config["rope_parameters"]["sliding_attention"]["rope_theta"],
+        "rope.dimension_count_swa": config["head_dim"],
+    }
+
+
+def _of_full_layers(config: dict[str, Any]) -> dict[str, Any]:
+    """What the config says of Gemma 4's layers without a window."""
+    number = config["layer_types"].index("full_attention")
+    found: dict[str, Any] = config["per_layer_config"][str(number)]
+    return found
+
+
+def as_written(config: dict[str, Any]) -> dict[str, Any]:
+    """The config with a list where the converter writes one value for each layer."""
+    kinds = config.get("layer_types", [])
+    heads = config["num_key_value_heads"]
+    if config["model_type"] == "lfm2_moe":
+        counts = [heads if kind == "full_attention" else 0 for kind in kinds]
+        return config | {"num_key_value_heads": counts, "rms_norm_eps": config["norm_eps"]}
+    if config["model_type"] == "granitemoehybrid":
+        counts = [heads if kind == "full_attention" else 0 for kind in kinds]
+        return config | {"num_key_value_heads": counts}
+    if config["model_type"] == "nemotron_h":
+        kinds = config["layers_block_type"]
+        width = config["moe_intermediate_size"]
+        return config | {
+            "num_hidden_layers": len(kinds),
+            "rms_norm_eps": config["layer_norm_epsilon"],
+            "num_key_value_heads": [heads * (kind == "full_attention") for kind in kinds],
+            "intermediate_size": [width * (kind == "moe") for kind in kinds],
+        }
+    if config["model_type"] == "jamba":
+        period = config["attn_layer_period"]
+        numbers = range(config["num_hidden_layers"])
+        is_full = [at % period == config["attn_layer_offset"] for at in numbers]
+        return config | {"num_key_value_heads": [heads * full for full in is_full]}
+    if "kv_lora_rank" in config:
+        is_full = [kind != "linear_attention" for kind in kinds]
+        is_hybrid = config["model_type"] == "kimi_linear"
+        length = config.get("model_max_length") or config["max_position_embeddings"]
+        return config | {
+            "max_position_embeddings": length,
+            "num_key_value_heads": [int(full) for full in is_full] if is_hybrid else 1,
+            "head_dim": config["kv_lora_rank"] + config["qk_rope_head_dim"],
+            "value_head_dim": config["kv_lora_rank"],
+        }
+    if config["model_type"] != "gemma4_text":
+        return config
+    full = _of_full_layers(config)
+    in_full = full.get("num_key_value_heads", heads)
+    first_shared = config["num_hidden_layers"] - config["num_kv_shared_layers"]
+    width = config["intermediate_size"]
+    wide = 2 * width if config["use_double_wide_mlp"] else width
+    return config | {
+        "num_key_value_heads": [in_full if kind == "full_attention" else heads for kind in kinds],
+        "intermediate_size": [width if at < first_shared else wide for at in range(len(kinds))],
+        "head_dim": full["head_dim"],
+        "num_experts_per_tok": config["top_k_experts"],
+        "rope_parameters": {
+            "rope_theta": config["rope_parameters"]["full_attention"]["rope_theta"]
+        },
+    }
+
+
+def more_tensors(config: dict[str, Any]) -> dict[str, list[float]]:
+    """Tensors that are in no checkpoint."""
+    if config["model_type"] != "gemma4_text":
+        return {}
+    num_pairs = _of_full_layers(config)["head_dim"] // 2
+    share = config["rope_parameters"]["full_attention"]["partial_rotary_factor"]
+    num_rotated = int(num_pairs * share)
+    return {"rope_freqs.weight": [1.0] * num_rotated + [1e30] * (num_pairs - num_rotated)}
+
+
+OF_MODELS = {
+    "afmoe": _afmoe,
+    "ernie4_5_moe": _ernie,
+    "exaone_moe": _exaone,
+    "gemma4_text": _gemma4,
+    "glm_moe_dsa": _glm_dsa,
+    "gpt_oss": _gpt_oss,
+    "granitemoehybrid": _granite_hybrid,
+    "granitemoeshared": _granite,
+    "hunyuan_v1_moe": _hunyuan,
+    "jamba": _jamba,
+    "kimi_linear": _kimi_linear,
+    "lfm2_moe": _lfm2,
+    "llama4_text": _llama4,
+    "minimax_m2": _gpt_oss,
+    "nemotron_h": _nemotron,
+    "qwen3_5_moe_text": _delta_net,
+    "qwen3_next": _delta_net,
+}
