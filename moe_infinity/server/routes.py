@@ -139,7 +139,8 @@ class GuardedRoute(APIRoute):
     def get_route_handler(self) -> Callable[[HttpRequest], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
         declared: Any = None if self.body_field is None else self.body_field.field_info.annotation
-        is_model = isinstance(declared, type) and issubclass(declared, BaseModel)
+        # For Python 3.10 dict[str, Any] is a type, too.
+        is_model = isinstance(declared, type(BaseModel))
         kind: type[BaseModel] | None = declared if is_model else None
 
         async def guarded(request: HttpRequest) -> Response:

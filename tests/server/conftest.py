@@ -15,6 +15,11 @@ from tests.server.serving import Serving, serving
 
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"
 
+TEMPLATE = (
+    "{% for t in tools or [] %}{{ t['function']['name'] }} {% endfor %}"
+    "{% for m in messages %}{{ m['content'] }} {% endfor %}w77"
+)
+
 
 @pytest.fixture(autouse=True)
 def no_certificates(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -25,6 +30,7 @@ def no_certificates(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def moe(tiny_checkpoint: Path) -> Iterator[MoE]:
     with MoE(tiny_checkpoint, host_memory="50%", dtype="float32") as moe:
+        moe.tokenizer.chat_template = TEMPLATE
         yield moe
 
 
@@ -34,15 +40,8 @@ def demo() -> Iterator[MoE]:
         yield moe
 
 
-TEMPLATE = (
-    "{% for t in tools or [] %}{{ t['function']['name'] }} {% endfor %}"
-    "{% for m in messages %}{{ m['content'] }} {% endfor %}w77"
-)
-
-
 @pytest.fixture(scope="module")
 def server(moe: MoE) -> Iterator[Serving]:
-    moe.tokenizer.chat_template = TEMPLATE
     with serving(moe, max_batch=4, max_queue=20) as server:
         yield server
 

@@ -19,7 +19,6 @@ from moe_infinity.server.config import ServeConfig
 from moe_infinity.server.fields import SAMPLERS, problem_of
 from moe_infinity.server.prompts import PromptReader
 from moe_infinity.server.protocol import CompletionBody
-from tests.server.conftest import TEMPLATE
 from tests.server.serving import Serving, serving
 
 SAID: list[Any] = [{"role": "user", "content": "w5"}]
@@ -51,7 +50,6 @@ def prompt_tokens(answer: httpx.Response) -> int:
 
 @pytest.fixture(scope="module")
 def strict(moe: MoE) -> Iterator[Serving]:
-    moe.tokenizer.chat_template = TEMPLATE
     with serving(moe, strict_fields=True) as server:
         yield server
 
@@ -200,7 +198,6 @@ def test_a_limit_beyond_the_context_is_what_the_context_leaves(server, caplog):
 
 
 def test_without_a_limit_a_chat_may_use_what_the_context_leaves(moe):
-    moe.tokenizer.chat_template = TEMPLATE
     bias = {"max_tokens": None, "logit_bias": {"9": 100}}
     for bound, length in ((None, 30), (7, 7)):
         with serving(moe, max_context=32, max_new_tokens=bound) as server:

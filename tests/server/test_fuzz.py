@@ -12,7 +12,6 @@ from hypothesis import HealthCheck, Phase, given, reject, settings
 from hypothesis import strategies as st
 
 from moe_infinity import MoE
-from tests.server.conftest import TEMPLATE
 from tests.server.serving import serving
 
 schemathesis = pytest.importorskip("schemathesis", reason="needs schemathesis")
@@ -34,7 +33,6 @@ CHECKS = [
 @pytest.fixture(scope="module")
 def fuzzed(moe: MoE):
     """Short contexts: a request that is taken is soon done."""
-    moe.tokenizer.chat_template = TEMPLATE
     with serving(moe, max_context=48, max_queue=200) as server:
         yield server
 

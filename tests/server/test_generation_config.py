@@ -134,7 +134,8 @@ METADATA = {"_commit_hash", "_from_model_config", "transformers_version"}
 def test_every_setting_that_transformers_knows_is_in_a_table():
     tables = [kept([0] * LENGTH), FILTERS, REFUSED, APART, SHAPES_NOTHING, METADATA]
     names = [name for table in tables for name in table]
-    assert sorted(names) == sorted(vars(GenerationConfig()))
+    known = {*vars(GenerationConfig()), "_commit_hash"}  # which transformers 5.24 no longer has
+    assert sorted(names) == sorted(known)
 
 
 @pytest.mark.parametrize("name", kept([0] * LENGTH))
@@ -177,7 +178,7 @@ def test_a_setting_that_cannot_be_kept_is_refused_at_the_start(moe, monkeypatch,
 
 
 def test_a_setting_that_transformers_refuses_is_refused_at_the_start(moe, monkeypatch):
-    set_all(moe, monkeypatch, {"bad_words_ids": [[]]})
+    set_all(moe, monkeypatch, {"bad_words_ids": [[-1]]})
     with pytest.raises(ConfigError, match="bad_words_ids"):
         make_engine(moe)
 

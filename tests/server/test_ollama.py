@@ -80,7 +80,6 @@ def test_a_prompt_is_a_chat_unless_it_is_raw(server):
 
 @pytest.mark.parametrize("limit", [-1, -2, None])
 def test_without_a_limit_an_answer_may_fill_the_context(moe, limit):
-    moe.tokenizer.chat_template = TEMPLATE
     options = {"temperature": 0} | ({} if limit is None else {"num_predict": limit})
     body = {"prompt": PROMPT, "raw": True, "options": options, "stream": False}
     with serving(moe, max_context=40, max_new_tokens=8) as server:

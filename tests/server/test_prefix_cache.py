@@ -126,7 +126,7 @@ def test_sliding_windows_and_latent_attention(name, tmp_path, monkeypatch):
         moe.tokenizer = letters()
         with_cache = make_engine(moe, max_batch=2, prefix_cache="16MiB", prefill_chunk=24)
         without = make_engine(moe, max_batch=2, prefix_cache="off", prefill_chunk=24)
-        prompt = [token % 90 for token in TEXT[:70]]
+        prompt = [token % 90 for token in TEXT[5:75]]
         answered(with_cache, prompt[:50])
         found, expected = (answered(engine, prompt) for engine in (with_cache, without))
         assert cached(found) >= 48

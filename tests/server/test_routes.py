@@ -12,7 +12,6 @@ from fastapi import APIRouter
 from moe_infinity import ConfigError
 from moe_infinity.server.config import ServeConfig
 from moe_infinity.server.routes import Paths
-from tests.server.conftest import TEMPLATE
 from tests.server.serving import Serving, serving
 
 PROMPT = "w5 w6 w9"
@@ -89,7 +88,6 @@ def test_input_tokens_of_a_response_are_those_it_counts(server):
 
 
 def test_a_model_may_have_several_names(moe):
-    moe.tokenizer.chat_template = TEMPLATE
     with serving(moe, served_name="large, small") as server, server.client() as client:
         assert [model.id for model in client.models.list()] == ["large", "small"]
         assert client.models.retrieve("small").id == "small"
@@ -104,7 +102,6 @@ def test_a_model_may_have_several_names(moe):
 
 
 def test_any_model_may_be_named_if_the_server_says_so(moe):
-    moe.tokenizer.chat_template = TEMPLATE
     with serving(moe, any_model=True) as server, server.anthropic() as client:
         answer = client.messages.create(model="claude-opus-5", **CHAT)
         assert answer.model == "tiny"
