@@ -22,6 +22,9 @@ from tests.architectures import encoder_decoders
 pytestmark = [pytest.mark.timeout(60), pytest.mark.arithmetic]
 PROMPT = torch.tensor([[5, 6, 9, 100, 31]])
 NOT_IN_MEMORY = "experts are not in memory"
+CHECKPOINTING = "activation_checkpointing_enable"  # so since transformers 5.24
+if not hasattr(PreTrainedModel, CHECKPOINTING):
+    CHECKPOINTING = "gradient_checkpointing_enable"
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["exact", "kernels"])
@@ -123,6 +126,9 @@ def test_a_compiled_model_computes_as_it_does_uncompiled(moe, logits, level):
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.trace:DeprecationWarning")
+@pytest.mark.filterwarnings(  # torch.jit.trace reads all attributes of transformers' models
+    "ignore:.is_gradient_checkpointing. is deprecated:FutureWarning:transformers.modeling_utils"
+)
 @pytest.mark.parametrize(
     "record",
     [
@@ -153,7 +159,7 @@ def test_what_changes_nothing_changes_nothing(moe, logits):
     for ask in (
         lambda model: model.tie_weights(),
         lambda model: model.requires_grad_(False),
-        lambda model: model.gradient_checkpointing_enable(),
+        lambda model: getattr(model, CHECKPOINTING)(),
         lambda model: model.eval(),
         lambda model: model.load_state_dict(model.state_dict()),
     ):
