@@ -65,7 +65,7 @@ def test_kernels_give_what_unpacked_experts_give_and_wrong_experts_do_not(
     expected = token_by_token(folder, experts_implementation="grouped_mm")
     tolerance = TOLERANCE[kind_of(name)]
     with mock.patch.object(
-        experts_cpu.Rows, "compute", autospec=True, side_effect=experts_cpu.Rows.compute
+        experts_cpu.FusedRows, "compute", autospec=True, side_effect=experts_cpu.FusedRows.compute
     ) as fused:
         assert distance(token_by_token(folder), expected) < tolerance
     assert fused.called == (not name.endswith("act-order")), "columns in any order are unpacked"
@@ -79,9 +79,10 @@ def test_kernels_give_what_unpacked_experts_give_and_wrong_experts_do_not(
     assert distance(token_by_token(folder), expected) > 10 * tolerance
 
 
-def test_many_rows_are_computed_from_packed_experts(name, folder):
+@pytest.mark.parametrize("num_tokens", [32, 100])
+def test_many_rows_are_computed_from_packed_experts(name, folder, num_tokens):
     """To rounding what unpacked experts give, in float32."""
-    ids = torch.full((1, 32), 7)  # nearly all routed alike
+    ids = torch.full((1, num_tokens), 7)  # nearly all routed alike
     logits = []
     for exact in (False, True):
         with MoE(folder, dtype="float32", exact=exact) as moe, torch.no_grad():

@@ -49,7 +49,8 @@ from moe_infinity.kernels.cpu.attention import attend
 from moe_infinity.kernels.cpu.decoder_steps import DecoderSteps
 from moe_infinity.kernels.cpu.linear import fused_linear
 from moe_infinity.kernels.cpu.team import give_torch_all, leave_torch_one
-from moe_infinity.kernels.many_rows import MOST_TOKENS, is_for_torch
+from moe_infinity.kernels.many_rows import MOST_TOKENS, MOST_TOKENS_UNPACKED, is_for_torch
+from moe_infinity.layout import WORDS
 from moe_infinity.report import PathTaken
 
 MARK = "_moe_infinity_takes_small_batches"  # set on every module of a model that we run
@@ -190,22 +191,19 @@ class Siblings:
         own: Callable[..., Tensor] = type(linear).forward
         is_plain = own is PLAIN.get(type(linear))
         is_for_kernel = is_plain and not torch.is_grad_enabled() and not is_watched()
-        is_packed = isinstance(linear, PackedLinear)
-        if not is_for_kernel or is_for_torch(rows.numel(), x.dtype, is_packed=is_packed):
+        if not is_for_kernel or _is_torchs(linear, rows.numel(), x.dtype):
             return own(linear, x)
         place, out = self._products.take(linear, x) or (None, None)
         if place != place_of(linear):
             out = self._multiply(linear, x)
         if out is None:
             return own(linear, x)
-        if linear.bias is not None:
-            out = out + linear.bias
         # Without gaps, whether computed alone or together: torch's activations round by that.
         return out.to(x.dtype).contiguous().view(*rows, -1)
 
     def _multiply(self, linear: Linear, x: Tensor) -> Tensor | None:
-        """Return the product of x with a layer, float32. Those of other layers of its group wait
-        until these are called. None if kernels do not read the weight.
+        """Return the product of x with a layer, plus its bias. Those of other layers of its group
+        wait until these are called. None if kernels do not read the weight.
         """
         is_next = self._input is not None and self._input.is_of(x) and linear is not self._first
         if is_next:
@@ -233,6 +231,14 @@ class Siblings:
                 self._groups[self._first] = group
 
 
+def _is_torchs(linear: Linear, num_tokens: int, dtype: torch.dtype) -> bool:
+    """Return True if torch is to multiply, with the weight unpacked if it is packed."""
+    if not isinstance(linear, PackedLinear):
+        return is_for_torch(num_tokens, dtype)
+    is_widened = linear.packed.layout.kind not in WORDS  # by kernels
+    return not is_widened and is_for_torch(num_tokens, dtype, most_tokens=MOST_TOKENS_UNPACKED)
+
+
 class LinearGroup:
     """Linear layers that are computed together."""
 
@@ -250,7 +256,8 @@ class LinearGroup:
         """[..., C] -> [T, R] of each layer."""
         if self.fused is None:
             return []
-        out_TR = self.fused(x.reshape(-1, x.shape[-1]))
+        biases = [linear.bias for linear in self.linears]
+        out_TR = self.fused(x.reshape(-1, x.shape[-1]), biases)
         outs = out_TR.split([len(weight) for weight in self.fused.weights], dim=1)
         return list(zip(self.linears, self._places, outs, strict=True))
 

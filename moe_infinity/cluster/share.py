@@ -17,6 +17,7 @@ from moe_infinity.engine.compute import LayerComputer
 from moe_infinity.engine.fused import FusedBackend, FusedWork
 from moe_infinity.engine.torch_backend import TorchBackend, TorchWork
 from moe_infinity.experts import Ints
+from moe_infinity.kernels.many_rows import RowPath
 
 
 class Share(NamedTuple):
@@ -26,7 +27,7 @@ class Share(NamedTuple):
     stops: list[int]  # behind the last row of each of these experts
     x_ID: Tensor
     input_P: Tensor  # int64: of each row, which input it has
-    by_kernels: bool  # in float32, by our kernels, and not with the bits of transformers
+    path: RowPath | None  # of our kernels; None: with the bits of transformers
 
     @classmethod
     def of(
@@ -36,7 +37,7 @@ class Share(NamedTuple):
         x_ID: Tensor,
         input_P: Ints,
         *,
-        by_kernels: bool,
+        path: RowPath | None,
     ) -> Share:
         """Those experts of a layer's work. `input_P` is for all of its rows."""
         rows = [rows_of[expert_idx] for expert_idx in expert_idxs]
@@ -48,7 +49,7 @@ class Share(NamedTuple):
             stops,
             x_ID[torch.from_numpy(used_I)],
             torch.from_numpy(input_P),
-            by_kernels,
+            path,
         )
 
     @property
@@ -58,7 +59,7 @@ class Share(NamedTuple):
 
     def outputs(self) -> Tensor:
         """Return [P, D] without data: the shape and dtype of what the experts make of the rows."""
-        dtype = torch.float32 if self.by_kernels else self.x_ID.dtype
+        dtype = torch.float32 if self.path else self.x_ID.dtype
         size = (len(self.input_P), self.x_ID.shape[1])
         return torch.empty(size, dtype=dtype, device="meta")
 
@@ -66,9 +67,9 @@ class Share(NamedTuple):
 def share_of(work: FusedWork | TorchWork, expert_idxs: list[int]) -> Share:
     """The rows that these experts have in a layer's work, for another host."""
     if isinstance(work, FusedWork):
-        return Share.of(work.rows_of, expert_idxs, work.x_TD, work.input_P, by_kernels=True)
+        return Share.of(work.rows_of, expert_idxs, work.x_TD, work.input_P, path=work.path)
     input_P = np.arange(len(work.inputs_PD))
-    return Share.of(work.rows_of, expert_idxs, work.inputs_PD, input_P, by_kernels=False)
+    return Share.of(work.rows_of, expert_idxs, work.inputs_PD, input_P, path=None)
 
 
 def put_share(work: FusedWork | TorchWork, share: Share, out_PD: Tensor) -> None:
@@ -79,7 +80,7 @@ def put_share(work: FusedWork | TorchWork, share: Share, out_PD: Tensor) -> None
 
 def work_of_share(computer: LayerComputer, share: Share) -> FusedShareWork | TorchShareWork:
     """Begin the work that a head asked for, with the backend that the head has chosen."""
-    if not share.by_kernels:
+    if share.path is None:
         return TorchShareWork(computer.by_torch, share)
     assert computer.by_kernels is not None, computer.how
     return FusedShareWork(computer.by_kernels, share)
@@ -91,7 +92,8 @@ class FusedShareWork:
     def __init__(self, backend: FusedBackend, share: Share) -> None:
         self._backend = backend
         self._rows_of = share.rows_of
-        self._rows = backend.experts.begin(share.x_ID, len(share.input_P), share.input_P)
+        path = share.path or RowPath.FEW
+        self._rows = backend.experts.begin(share.x_ID, len(share.input_P), share.input_P, path=path)
 
     def compute(self, expert_idxs: Sequence[int], slot_ids: Sequence[int]) -> None:
         """Compute these experts, which lie in these slots, and keep their outputs."""

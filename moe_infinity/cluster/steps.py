@@ -23,6 +23,7 @@ from moe_infinity.checkpoint.reader import Reader
 from moe_infinity.cluster.share import Share
 from moe_infinity.cluster.wire import WireMessage
 from moe_infinity.experts import Ints, Phase, Step
+from moe_infinity.kernels.many_rows import RowPath
 
 ARRAYS_OF_A_STEP = ("begins_B", "counted_T", "token_ids_T", "sequence_T")
 
@@ -56,7 +57,7 @@ class RowsRequest(NamedTuple):
             "events": events,
             "experts": self.shared_rows.expert_idxs,
             "stops": self.shared_rows.stops,
-            "by_kernels": self.shared_rows.by_kernels,
+            "path": self.shared_rows.path,
         }
         return WireMessage(fields, tensors)
 
@@ -74,7 +75,7 @@ class RowsRequest(NamedTuple):
             fields["stops"],
             tensors["x"],
             tensors["input"],
-            fields["by_kernels"],
+            fields["path"] and RowPath(fields["path"]),
         )
         return cls(fields["number"], events, share)
 

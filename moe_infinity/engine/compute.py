@@ -24,7 +24,7 @@ from moe_infinity.engine.fused import FusedBackend, FusedWork
 from moe_infinity.engine.slots import SlotBackend, SlotWork
 from moe_infinity.engine.torch_backend import MlpInSteps, TorchBackend, TorchWork
 from moe_infinity.experts import ExpertKey, Routing
-from moe_infinity.kernels.many_rows import is_for_torch
+from moe_infinity.kernels.many_rows import is_for_torch, row_path
 from moe_infinity.kernels.reference import PlainMlp
 from moe_infinity.kernels.residents import Residents
 from moe_infinity.memory.device import DeviceSlots
@@ -123,7 +123,8 @@ class LayerComputer:
         mean_rows = routing.top_k_index_TK.size / self._num_experts
         if not self._is_packed and is_for_torch(routing.num_tokens, x_TD.dtype, mean_rows):
             return TorchWork(self.by_torch, x_TD, routing)
-        return FusedWork(self.by_kernels, x_TD, routing)
+        path = row_path(routing.num_tokens, x_TD.dtype, mean_rows)
+        return FusedWork(self.by_kernels, x_TD, routing, path)
 
     def answering(self, calls: ExpertCalls) -> Work:
         """Begin the work of answering calls of experts, with the bits of the expert's own class."""

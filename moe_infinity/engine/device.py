@@ -89,7 +89,7 @@ class ComputeDevice:
         """Return True if dense weights with this layout are multiplied as they are stored."""
         if self._config.is_exact or self.device.type != "cpu":
             return False
-        from moe_infinity.kernels.cpu.experts import Product  # imports numba
+        from moe_infinity.kernels.cpu.product import Product  # imports numba
 
         return Product.of([weight]) is not None
 

@@ -1,4 +1,4 @@
-"""The fused backend: the experts that have arrived compute in one call of our kernels, in float32.
+"""The fused backend: the experts that have arrived compute in one call of our kernels.
 
 T tokens, K experts per token, P = T * K (token, k) pairs, D model width.
 """
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from moe_infinity.experts import Routing, rows_of_experts
+from moe_infinity.kernels.many_rows import RowPath
 
 if TYPE_CHECKING:
     from moe_infinity.kernels.cpu.experts import FusedExperts, Rows
@@ -51,13 +52,20 @@ class FusedBackend:
 class FusedWork:
     """One MoE layer in one step: rows sorted by expert, each row's output kept in float32."""
 
-    def __init__(self, backend: FusedBackend, x_TD: Tensor, routing: Routing) -> None:
+    def __init__(
+        self,
+        backend: FusedBackend,
+        x_TD: Tensor,
+        routing: Routing,
+        path: RowPath = RowPath.FEW,
+    ) -> None:
         assert routing.top_k_index_TK is not None, routing
         assert routing.top_k_weights_TK is not None, routing
         num_tokens, top_k = routing.top_k_index_TK.shape
         order_P = routing.top_k_index_TK.ravel().argsort(kind="stable")  # of pairs by expert
         self._backend = backend
         self._dtype = x_TD.dtype
+        self.path = path
         self._row_P = np.empty_like(order_P)
         self._row_P[order_P] = np.arange(len(order_P))
         self._row_P[order_P[: routing.num_without]] = NO_ROW
@@ -73,7 +81,7 @@ class FusedWork:
         elif num_tokens > 1 or not isinstance(routing.counts, int):
             tokens_P = torch.from_numpy(self.input_P)
         self.x_TD = x_TD
-        self._rows = backend.experts.begin(x_TD, len(order_P), tokens_P)
+        self._rows = backend.experts.begin(x_TD, len(order_P), tokens_P, path=path)
 
     def compute(self, expert_idxs: Sequence[int], slot_ids: Sequence[int]) -> None:
         """Compute these experts, which lie in these slots, and keep their outputs."""

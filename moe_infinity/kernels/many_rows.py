@@ -1,23 +1,54 @@
-"""Decides which code multiplies many rows with weights that are stored as they are: our kernels in
-float32, or torch in the dtype of the weights.
+"""Decides which code multiplies the rows of a pass with weights that are stored as they are.
 
-GFLOP/s of [rows, 2048] x [2048, 1536], two cores, bf16 weights:
+    FEW       rows.py     a weight is decoded anew for every few rows: reading it is what takes time
+    PANELS    panels.py   it is decoded once, to float32, a panel at a time
+    WIDENED   widened.py  it is decoded once, to bfloat16, and torch multiplies
 
-    rows                           1    8   16   38   64  600
-    Zen 5, ours                   47  270  330  400  415  430
-           torch, bf16 products   28  210  350  550  650  880
+GFLOP/s of [rows, 2048] x [2048, 1536], one core:
+
+    rows                             8   16   32   64  128  512
+    AVX-512   FEW, bf16             50   67   85   98  104  104
+              FEW, q4_k             55   64   69   71   71   71
+              PANELS, q4_k          43   63  100  111  125  115
+
+and of two cores with AVX512-BF16 (Zen 5), bf16 weights:
+
+    rows                             1    8   16   38   64  600
+              FEW                   47  270  330  400  415  430
+              torch, bf16 products  28  210  350  550  650  880
 """
 
 from __future__ import annotations
 
 import math
+from enum import Enum
 from functools import cache
 
 import torch
 
-MOST_TOKENS = 64  # of a forward pass; no longer one goes to torch
-MOST_TOKENS_PACKED = 512  # for a packed weight: to unpack it takes as long as 600 rows of ours
-MEAN_ROWS = 12  # of an expert; as far as ours are faster
+MOST_TOKENS = 64  # of a forward pass; no longer one is computed otherwise than decode steps are
+MEAN_ROWS = 12  # of an expert; as far as FEW is faster
+MEAN_ROWS_WIDENED = 32  # of an expert; as far as writing the widened weight takes longer
+MOST_TOKENS_UNPACKED = 512  # of a weight that torch unpacks: that takes as long as 600 rows
+
+
+class RowPath(str, Enum):
+    """How our kernels multiply."""
+
+    FEW = "few"
+    PANELS = "panels"
+    WIDENED = "widened"
+
+
+def row_path(num_tokens: int, dtype: torch.dtype, mean_rows: float = math.inf) -> RowPath:
+    """The path of weights that kernels read. This depends on the number of tokens of a pass, not on
+    how many of them an expert gets; otherwise a token's bits would depend on where other tokens go.
+    An expert gets `mean_rows` on average.
+    """
+    if num_tokens <= MOST_TOKENS or mean_rows <= MEAN_ROWS:
+        return RowPath.FEW
+    is_widened = dtype == torch.bfloat16 and has_products_of_bfloat16()
+    return RowPath.WIDENED if is_widened and mean_rows > MEAN_ROWS_WIDENED else RowPath.PANELS
 
 
 def is_for_torch(
@@ -25,14 +56,12 @@ def is_for_torch(
     dtype: torch.dtype,
     mean_rows: float = math.inf,
     *,
-    is_packed: bool = False,
+    most_tokens: int = MOST_TOKENS,
 ) -> bool:
-    """True if torch is to multiply. This depends on the number of tokens of a pass, not on how many
-    of them an expert gets; otherwise a token's bits would depend on where other tokens go. An
-    expert gets `mean_rows` on average.
+    """True if torch is to multiply in the dtype of the model, for weights that RowPath is not for:
+    those that are not packed and, with `most_tokens`, those that only torch unpacks.
     """
-    most = MOST_TOKENS_PACKED if is_packed else MOST_TOKENS
-    is_long = num_tokens > most and mean_rows > MEAN_ROWS
+    is_long = num_tokens > most_tokens and mean_rows > MEAN_ROWS
     return is_long and dtype == torch.bfloat16 and has_products_of_bfloat16()
 
 

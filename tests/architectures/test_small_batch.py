@@ -4,6 +4,7 @@ to rounding.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -114,9 +115,9 @@ def products(monkeypatch):
     calls: list[int] = []
     call = FusedLinear.__call__
 
-    def counted(self: FusedLinear, x: Tensor) -> Tensor:
+    def counted(self: FusedLinear, x: Tensor, biases: Sequence[Tensor | None]) -> Tensor:
         calls.append(len(self.weights))
-        return call(self, x)
+        return call(self, x, biases)
 
     monkeypatch.setattr(FusedLinear, "__call__", counted)
     return calls

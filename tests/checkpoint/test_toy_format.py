@@ -98,7 +98,7 @@ def test_an_entry_and_a_loader_make_a_format(toy, folders):
     expected, _ = logits_of(plain, **UNPACKED)
     assert torch.equal(logits_of(packed, **UNPACKED)[0], expected)
     with mock.patch.object(
-        experts_cpu.Rows, "compute", autospec=True, side_effect=experts_cpu.Rows.compute
+        experts_cpu.FusedRows, "compute", autospec=True, side_effect=experts_cpu.FusedRows.compute
     ) as fused:
         found, experts = logits_of(packed)
     assert fused.called

@@ -15,6 +15,7 @@ from moe_infinity.cluster.share import Share
 from moe_infinity.cluster.steps import LayerRouting, RowsRequest
 from moe_infinity.config import OffloadConfig
 from moe_infinity.errors import CheckpointError
+from moe_infinity.kernels.many_rows import RowPath
 from moe_infinity.memory.slots import MappedSlots
 
 
@@ -30,7 +31,7 @@ def test_what_was_computed_while_the_file_was_shortened_is_no_answer(
     host = ExpertHost(str(folder), config, 0, 1)
     if not isinstance(host.engine.tiers[0].slots, MappedSlots):
         pytest.skip("this system does not map files")
-    share = Share([0, 1], [1, 2], torch.ones(1, width), torch.tensor([0, 0]), by_kernels=True)
+    share = Share([0, 1], [1, 2], torch.ones(1, width), torch.tensor([0, 0]), path=RowPath.FEW)
     request = RowsRequest(0, [LayerRouting(0, np.array([[0, 1]]))], share)
     found = host.answer(request)
     run_layer = host.engine.run_layer

@@ -164,7 +164,8 @@ def test_long_passes_go_to_torch_where_it_has_products_of_bfloat16(
 ):
     monkeypatch.setattr(many_rows, "has_products_of_bfloat16", lambda: True)
     assert many_rows.is_for_torch(num_tokens, dtype, mean_rows) == expected
-    if num_tokens <= many_rows.MOST_TOKENS_PACKED:
-        assert not many_rows.is_for_torch(num_tokens, dtype, mean_rows, is_packed=True)
+    if num_tokens <= many_rows.MOST_TOKENS_UNPACKED:
+        most = many_rows.MOST_TOKENS_UNPACKED
+        assert not many_rows.is_for_torch(num_tokens, dtype, mean_rows, most_tokens=most)
     monkeypatch.setattr(many_rows, "has_products_of_bfloat16", lambda: False)
     assert not many_rows.is_for_torch(num_tokens, dtype, mean_rows)

@@ -59,7 +59,7 @@ class Arrangement(NamedTuple):
 
 @cache
 def arrangement_for(loop: InnerLoop, num_columns: int) -> Arrangement:
-    tables = _tables(loop.kind, loop.num_vectors, loop.has_zeros)
+    tables = tables_of(loop)
     num_steps = -(-num_columns // loop.num_columns)
     return Arrangement(
         num_columns=num_columns,
@@ -73,6 +73,12 @@ def arrangement_for(loop: InnerLoop, num_columns: int) -> Arrangement:
         sum_step=tables.sum_step,
         row_bytes=num_steps * loop.num_x * LANES * 4,
     )
+
+
+def arrangement_in_order(num_columns: int) -> Arrangement:
+    """The arrangement that leaves a row of whole vectors as it is."""
+    whole = next(count for count in (4, 2, 1) if num_columns % (count * LANES) == 0)
+    return arrangement_for(InnerLoop("f32", whole, 1, None, False), num_columns)
 
 
 def one_behind_another(
@@ -99,6 +105,11 @@ class Tables(NamedTuple):
     is_dense: bool
     num_summed: int
     sum_step: int
+
+
+def tables_of(loop: InnerLoop) -> Tables:
+    """The tables of the arrangement of x for a loop."""
+    return _tables(loop.kind, loop.num_vectors, loop.has_zeros)
 
 
 @cache

@@ -16,7 +16,6 @@ from torch import Tensor
 from moe_infinity.kernels.cpu.arrangement import Arrangement, arrangement_for
 from moe_infinity.kernels.cpu.attention import MAX_WIDTH
 from moe_infinity.kernels.cpu.decoder_call import layer_function
-from moe_infinity.kernels.cpu.experts import Product
 from moe_infinity.kernels.cpu.layer_call import (
     HALVES,
     NEIGHBOURS,
@@ -27,6 +26,7 @@ from moe_infinity.kernels.cpu.layer_call import (
     LayerNumbers,
 )
 from moe_infinity.kernels.cpu.linear import product_of
+from moe_infinity.kernels.cpu.product import Product
 from moe_infinity.kernels.cpu.routed import OF_ALL, OF_CHOSEN
 from moe_infinity.kernels.cpu.rows import row_function
 from moe_infinity.kernels.cpu.steps import InnerLoop, arguments_for, loop_for

@@ -18,41 +18,27 @@ columns (inputs) of a weight.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from moe_infinity.experts import Ints, ParamSpec
-from moe_infinity.kernels import host_float32
+from moe_infinity.kernels import host_float32, many_rows
 from moe_infinity.kernels.cpu import work as experts_work
-from moe_infinity.kernels.cpu.arrangement import (
-    Arrangement,
-    arrange,
-    arrangement_for,
-    one_behind_another,
-)
-from moe_infinity.kernels.cpu.rows import row_function
-from moe_infinity.kernels.cpu.steps import (
-    LOADERS,
-    InnerLoop,
-    KernelArguments,
-    arguments_for,
-    loop_for,
-)
+from moe_infinity.kernels.cpu.arrangement import arrange
+from moe_infinity.kernels.cpu.product import Product
 from moe_infinity.kernels.cpu.team import num_threads
-from moe_infinity.kernels.cpu.words import BLOCK_ROWS
-from moe_infinity.kernels.cpu.work import BIASES, NO_BIAS, ExpertMlp, RowBlock, run_job
+from moe_infinity.kernels.cpu.widened import WidenedExperts, Widening, run_all
+from moe_infinity.kernels.cpu.work import BIASES, NO_BIAS, ExpertMlp, run_job
+from moe_infinity.kernels.many_rows import RowPath
 from moe_infinity.kernels.reference import FUNCTIONS, Activation
-from moe_infinity.layout import EXPONENTS, WORDS, WeightLayout, block_of
+from moe_infinity.layout import WORDS, WeightLayout
 
-BLOCK_BYTES = 256 << 10  # of a weight, which a thread takes at once; the second cache holds it
 SPARE_BYTES = 128  # behind the outputs of up, of which vectors are read
-MAX_STEPS = 1 << 16  # of a row, for which KernelArguments.inverse divides exactly
 
 
 def fused_experts(
@@ -83,85 +69,19 @@ def fused_experts(
         return None
     if biases and {up[0].kind, down[0].kind} & {*WORDS}:  # a row in two blocks would get it twice
         return None
-    return FusedExperts(first, second, activation, biases, is_interleaved=is_interleaved)
-
-
-def _loop_of(weight: WeightLayout) -> InnerLoop | None:
-    """The loop that reads this weight. None: kernels do not read it."""
-    loader = LOADERS.get(weight.kind)
-    columns = weight.shape[1]
-    if loader is None or not weight.is_stored_in(loader.bits):
-        return None
-    if weight.shape[0] < BLOCK_ROWS.get(weight.kind, 1):
-        return None
-    if weight.scale is None:
-        if weight.is_transposed and weight.unpack is None:
-            return None
-        loop = loop_for(weight.kind, columns, group=columns, scale=None)
-    else:
-        block = block_of(weight)
-        if block is None or (weight.groups is not None and block[1] < columns):
-            return None
-        scale = "uint8" if weight.scale.dtype in EXPONENTS else weight.scale.dtype
-        has_zeros = weight.zeros is not None
-        loop = loop_for(weight.kind, columns, group=block[1], scale=scale, has_zeros=has_zeros)
-    return loop if loop is not None and columns <= MAX_STEPS * loop.num_columns else None
-
-
-@dataclass(frozen=True, slots=True)
-class Product:
-    """A matrix product with weights that lie one below the other, described for machine code."""
-
-    num_rows: int  # of all weights
-    num_columns: int
-    arrangement: Arrangement  # of x
-    arguments: NDArray[np.int64]  # by weight; blocks point here
-    blocks: NDArray[np.int64]  # RowBlocks
-    kept: list[array[int]]  # what `arrangement` points to
-
-    @classmethod
-    def of(cls, weights: Sequence[WeightLayout]) -> Product | None:
-        """The product with these weights. None unless kernels read all of them, and they have as
-        many columns as each other.
-        """
-        loops = [loop for weight in weights if (loop := _loop_of(weight)) is not None]
-        if len(loops) < len(weights) or len({weight.shape[1] for weight in weights}) != 1:
-            return None
-        num_rows = sum(weight.shape[0] for weight in weights)
-        num_columns = weights[0].shape[1]
-        arrangements = [arrangement_for(loop, num_columns) for loop in loops]
-        distinct = list(dict.fromkeys(arrangements))
-        arrangement, kept = one_behind_another(distinct)
-        arguments = np.zeros((len(weights), len(KernelArguments._fields)), np.int64)
-        blocks = []
-        offset = 0
-        for weight, loop, own, row in zip(weights, loops, arrangements, arguments, strict=True):
-            row[:] = _arguments(weight, loop)._replace(
-                out_bytes=4 * num_rows, x_bytes=arrangement.row_bytes
-            )
-            x_offset = sum(before.row_bytes for before in distinct[: distinct.index(own)])
-            function = row_function(loop).address
-            unit = BLOCK_ROWS.get(weight.kind, 1)
-            row_bytes = weight.values.num_bytes // weight.shape[0]
-            at_once = max(1, BLOCK_BYTES // (row_bytes * unit)) * unit
-            for first in range(0, weight.shape[0], at_once):
-                last = min(first + at_once, weight.shape[0])
-                at = row.ctypes.data
-                block = RowBlock(function, at, first, last, offset, arrangement.row_bytes, x_offset)
-                blocks.append(block)
-            offset += 4 * weight.shape[0]
-        return cls(num_rows, num_columns, arrangement, arguments, np.array(blocks, np.int64), kept)
-
-
-def _arguments(weight: WeightLayout, loop: InnerLoop) -> KernelArguments:
-    """The arguments for a kernel; addresses count from the start of a slot."""
-    rows, columns = weight.shape
-    block = block_of(weight) or (rows, columns)
-    return arguments_for(loop, weight.shape, block, -(-rows // block[0]))._replace(
-        weight=weight.values.offset,
-        scales=0 if weight.scale is None else weight.scale.offset,
-        zeros=0 if weight.zeros is None else weight.zeros.offset,
-    )
+    in_panels = widened = None
+    if (many := Product.of(up, in_panels=True)) and (then := Product.of(down, in_panels=True)):
+        in_panels = FusedExperts(many, then, activation, biases, is_interleaved=is_interleaved)
+    if (
+        many_rows.has_products_of_bfloat16()
+        and (wide := Widening.of(up))
+        and (end := Widening.of(down))
+    ):
+        widened = WidenedExperts(wide, end, activation, biases, is_interleaved=is_interleaved)
+    return FusedExperts(
+        first, second, activation, biases, is_interleaved=is_interleaved,
+        in_panels=in_panels, widened=widened,
+    )  # fmt: skip
 
 
 class FusedExperts:
@@ -175,7 +95,11 @@ class FusedExperts:
         biases: Sequence[ParamSpec],
         *,
         is_interleaved: bool,
+        in_panels: FusedExperts | None = None,  # the same experts on other paths
+        widened: WidenedExperts | None = None,
     ) -> None:
+        self.in_panels = in_panels
+        self.widened = widened
         self.up = up
         self.down = down
         numbers = activation.alpha, activation.shift, activation.limit
@@ -203,24 +127,90 @@ class FusedExperts:
         self(host_float32(0, down.num_rows), [0], [])  # compiles
 
     def __call__(
-        self, inputs_PD: Tensor, starts: Sequence[int], addresses: Sequence[int]
+        self,
+        inputs_PD: Tensor,
+        starts: Sequence[int],
+        addresses: Sequence[int],
+        path: RowPath = RowPath.FEW,
     ) -> Tensor:
         """[P, D] -> [P, D]. Expert i has the rows from starts[i] to starts[i + 1], and its slot
         begins at addresses[i].
         """
-        rows = self.begin(inputs_PD, len(inputs_PD))
+        rows = self.begin(inputs_PD, len(inputs_PD), path=path)
         rows.compute(starts[:-1], starts[1:], addresses)
         return rows.out_PD.to(inputs_PD.dtype)
 
-    def begin(self, inputs_TD: Tensor, num_rows: int, tokens_P: Tensor | None = None) -> Rows:
+    def begin(
+        self,
+        inputs_TD: Tensor,
+        num_rows: int,
+        tokens_P: Tensor | None = None,
+        *,
+        path: RowPath = RowPath.FEW,
+    ) -> Rows:
         """Prepare to compute `num_rows` rows, of which row i has the input tokens_P[i]. Without
-        `tokens_P` it has input i, or the only one, if each expert has one row.
+        `tokens_P` it has input i, or the only one, if each expert has one row. Weights that `path`
+        does not know take the next slower one.
         """
-        return Rows(self, inputs_TD, num_rows, tokens_P)
+        if path is RowPath.WIDENED and self.widened is not None:
+            return WidenedRows(self.widened, inputs_TD, num_rows, tokens_P)
+        experts = self if path is RowPath.FEW else self.in_panels
+        return FusedRows(experts or self, inputs_TD, num_rows, tokens_P)
 
 
-class Rows:
+class Rows(ABC):
     """The rows of all experts of one layer in one step, computed in any number of calls."""
+
+    out_PD: Tensor  # float32
+
+    @abstractmethod
+    def compute(
+        self, starts: Sequence[int], stops: Sequence[int], addresses: Sequence[int]
+    ) -> None:
+        """Fill `out_PD` from starts[i] to stops[i] for the expert whose slot begins at
+        addresses[i], where it has to stay until this returns.
+        """
+
+    def sum(self, row_P: Ints, top_k_weights_TK: Tensor) -> Tensor:
+        """[T, D]: the weighted sum of each token's rows, in the order of k. `row_P` is the row of
+        each pair, token by token; negative: it has none. Weights are float32, contiguous.
+        """
+        num_tokens, top_k = top_k_weights_TK.shape
+        total_TD = host_float32(num_tokens, self.out_PD.shape[1]).zero_()
+        experts_work.add_weighted(
+            self.out_PD.data_ptr(), self.out_PD.shape[1], row_P.ctypes.data,
+            top_k_weights_TK.data_ptr(), top_k, total_TD.data_ptr(), num_tokens,
+        )  # fmt: skip
+        return total_TD
+
+
+class WidenedRows(Rows):
+    """Rows that torch multiplies with widened weights."""
+
+    def __init__(
+        self, experts: WidenedExperts, inputs_TD: Tensor, num_rows: int, tokens_P: Tensor | None
+    ) -> None:
+        self._experts = experts
+        self._inputs_TD = inputs_TD
+        self._tokens_P = tokens_P
+        self.out_PD = host_float32(num_rows, inputs_TD.shape[1])
+
+    def compute(
+        self, starts: Sequence[int], stops: Sequence[int], addresses: Sequence[int]
+    ) -> None:
+        """Fill `out_PD`, as each class of `Rows` does."""
+
+        def compute_one(expert: tuple[int, int, int]) -> None:
+            start, stop, address = expert
+            rows = slice(start, stop) if self._tokens_P is None else self._tokens_P[start:stop]
+            x_RD = self._inputs_TD[rows]
+            self.out_PD[start:stop] = self._experts.compute(x_RD, address)
+
+        run_all(compute_one, zip(starts, stops, addresses, strict=True))
+
+
+class FusedRows(Rows):
+    """Rows that machine code multiplies, all experts in one call."""
 
     def __init__(
         self, experts: FusedExperts, inputs_TD: Tensor, num_rows: int, tokens_P: Tensor | None
@@ -243,9 +233,7 @@ class Rows:
     def compute(
         self, starts: Sequence[int], stops: Sequence[int], addresses: Sequence[int]
     ) -> None:
-        """Fill `out_PD` from starts[i] to stops[i] for the expert whose slot begins at
-        addresses[i], where it has to stay until this returns.
-        """
+        """Fill `out_PD`, as each class of `Rows` does."""
         run_job(
             self._experts.mlp,
             self._experts.hidden_arrangement,
@@ -259,15 +247,3 @@ class Rows:
             hidden=self._hidden_at,
             out=self.out_PD.data_ptr(),
         )
-
-    def sum(self, row_P: Ints, top_k_weights_TK: Tensor) -> Tensor:
-        """[T, D]: the weighted sum of each token's rows, in the order of k. `row_P` is the row of
-        each pair, token by token; negative: it has none. Weights are float32, contiguous.
-        """
-        num_tokens, top_k = top_k_weights_TK.shape
-        total_TD = host_float32(num_tokens, self.out_PD.shape[1]).zero_()
-        experts_work.add_weighted(
-            self.out_PD.data_ptr(), self.out_PD.shape[1], row_P.ctypes.data,
-            top_k_weights_TK.data_ptr(), top_k, total_TD.data_ptr(), num_tokens,
-        )  # fmt: skip
-        return total_TD

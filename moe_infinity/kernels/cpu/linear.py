@@ -1,5 +1,4 @@
-"""Linear layers for few tokens: what experts.py does for experts, with weights that never move.
-Results are float32.
+"""Linear layers: what experts.py does for experts, with weights that never move.
 
 Legend: T tokens, R rows (outputs), C columns (inputs) of a weight.
 """
@@ -13,11 +12,13 @@ import torch
 from torch import Tensor
 
 from moe_infinity.experts import ParamSpec
-from moe_infinity.kernels import host_float32
+from moe_infinity.kernels import host_float32, many_rows
 from moe_infinity.kernels.cpu.arrangement import arrange
-from moe_infinity.kernels.cpu.experts import Product
+from moe_infinity.kernels.cpu.product import Product
 from moe_infinity.kernels.cpu.team import num_threads
+from moe_infinity.kernels.cpu.widened import WidenedLinear, Widening
 from moe_infinity.kernels.cpu.work import ExpertMlp, run_job
+from moe_infinity.kernels.many_rows import RowPath, row_path
 from moe_infinity.layout import PackedWeight, WeightLayout
 
 # What takes less is done before a second thread has woken up.
@@ -29,6 +30,11 @@ def product_of(weights: Sequence[Tensor | PackedWeight]) -> Product | None:
     """The product with weights [R, C] of equal C, read where they are. None: kernels do not read
     them.
     """
+    layouts = _layouts_of(weights)
+    return None if layouts is None else Product.of(layouts)
+
+
+def _layouts_of(weights: Sequence[Tensor | PackedWeight]) -> list[WeightLayout] | None:
     layouts = []  # from a slot that begins at 0
     for weight in weights:
         if isinstance(weight, PackedWeight):
@@ -39,44 +45,64 @@ def product_of(weights: Sequence[Tensor | PackedWeight]) -> Product | None:
         dtype = str(weight.dtype).removeprefix("torch.")
         spec = ParamSpec("", tuple(weight.shape), dtype, weight.data_ptr())
         layouts.append(WeightLayout.plain(spec))
-    return Product.of(layouts)
+    return layouts
 
 
 def fused_linear(weights: Sequence[Tensor | PackedWeight]) -> FusedLinear | None:
     """A linear layer for weights that multiply the same input. None: kernels do not read them."""
-    product = product_of(weights)
-    if product is None:
+    layouts = _layouts_of(weights)
+    few = None if layouts is None else Product.of(layouts)
+    if layouts is None or few is None:
         return None
-    return FusedLinear([w.detach() if isinstance(w, Tensor) else w for w in weights], product)
+    kept = [w.detach() if isinstance(w, Tensor) else w for w in weights]
+    wide = Widening.of(layouts) if many_rows.has_products_of_bfloat16() else None
+    return FusedLinear(
+        kept,
+        few,
+        in_panels=Product.of(layouts, in_panels=True),
+        widened=None if wide is None else WidenedLinear(wide),
+    )
 
 
 class FusedLinear:
     """Multiplies with `weights`, which it keeps. Any number of threads may call."""
 
-    def __init__(self, weights: list[Tensor | PackedWeight], product: Product) -> None:
+    def __init__(
+        self,
+        weights: list[Tensor | PackedWeight],
+        few: Product,
+        *,
+        in_panels: Product | None = None,
+        widened: WidenedLinear | None = None,
+    ) -> None:
         self.weights = weights
-        self._arrangement = product.arrangement
-        self._product = product  # keeps what `_mlp` points to
+        self._few = few
+        self._in_panels = in_panels or few
+        self._widened = widened
+        self._heights = list(map(len, weights))
+        self._num_bytes = sum(weight.nbytes for weight in weights)
+
+    def __call__(self, x_TC: Tensor, biases: Sequence[Tensor | None] = ()) -> Tensor:
+        """[T, C] -> [T, R of all weights], in float32 or, if torch multiplies, in bfloat16. Each
+        weight may have a bias.
+        """
+        path = row_path(len(x_TC), x_TC.dtype)
+        if path is RowPath.WIDENED and self._widened is not None:
+            return self._widened(x_TC, self._joined(biases))
+        product = self._few if path is RowPath.FEW else self._in_panels
+        arrangement = product.arrangement
+        x = x_TC.to(torch.float32).contiguous()
+        arranged = torch.empty(len(x) * arrangement.row_bytes, dtype=torch.uint8, device="cpu")
+        arrange(x.data_ptr(), 4 * x.shape[1], arranged.data_ptr(), len(x), arrangement)
+        out_TR = host_float32(len(x), product.num_rows)
         mlp = ExpertMlp(
             up_blocks=product.blocks.ctypes.data,
             num_up=len(product.blocks),
             up_bytes=4 * product.num_rows,
         )
-        self._mlp = array("q", mlp)
-        self._unused = array("q", product.arrangement)  # there is no second product
-        self._num_bytes = sum(weight.nbytes for weight in weights)
-
-    def __call__(self, x_TC: Tensor) -> Tensor:
-        """[T, C] -> [T, R of all weights] in float32."""
-        x = x_TC.to(torch.float32).contiguous()
-        arranged = torch.empty(
-            len(x) * self._arrangement.row_bytes, dtype=torch.uint8, device="cpu"
-        )
-        arrange(x.data_ptr(), 4 * x.shape[1], arranged.data_ptr(), len(x), self._arrangement)
-        out_TR = host_float32(len(x), self._product.num_rows)
         run_job(  # one "expert" has all rows; addresses of weights are absolute
-            self._mlp,
-            self._unused,
+            array("q", mlp),
+            array("q", arrangement),  # not used: there is no second product
             [0],
             [len(x)],
             [0],
@@ -87,8 +113,23 @@ class FusedLinear:
             hidden=0,
             out=0,
         )
+        for out, bias in zip(out_TR.split(self._heights, 1), biases, strict=False):
+            if bias is not None:
+                out += bias
         return out_TR
 
+    def _joined(self, biases: Sequence[Tensor | None]) -> Tensor | None:
+        """The biases of all weights as one, or None if there is none."""
+        if all(bias is None for bias in biases):
+            return None
+        dtype = next(bias.dtype for bias in biases if bias is not None)
+        return torch.cat(
+            [
+                torch.zeros(height, dtype=dtype, device="cpu") if bias is None else bias
+                for height, bias in zip(self._heights, biases, strict=True)
+            ]
+        )
+
     def _is_worth_sharing(self, num_tokens: int) -> bool:
-        num_products = num_tokens * self._product.num_rows * self._product.num_columns
+        num_products = num_tokens * self._few.num_rows * self._few.num_columns
         return self._num_bytes >= MIN_SHARED_BYTES or num_products >= MIN_SHARED_PRODUCTS

@@ -99,8 +99,7 @@ def _rows(
     first: Any, last: Any, x: Any, num_tokens: Any, out: Any, arguments: Any, slot: Any,
 ) -> Any:  # fmt: skip
     literals = kind, num_vectors, num_scales, scale, has_zeros
-    loop = InnerLoop(*(each.literal_value for each in literals))
-    loop = loop._replace(scale=loop.scale or None, has_zeros=bool(loop.has_zeros))
+    loop = InnerLoop.of_literals(*(each.literal_value for each in literals))
 
     def emit(context: Any, b: Any, _: Any, args: Any) -> Any:
         _emit_rows(loop, b, args[len(literals) :])
@@ -112,11 +111,7 @@ def _rows(
 def _emit_rows(loop: InnerLoop, b: Any, args: Any) -> None:
     """Emit out[t, row] for all tokens, as many at once as registers hold."""
     first, last, x, num_tokens, out, arguments, slot = args
-    at = [b.add(arguments, I64(8 * k)) for k in range(NUM_ARGUMENTS)]
-    a = KernelArguments(*(b.load(b.inttoptr(address, I64.as_pointer())) for address in at))
-    a = a._replace(
-        weight=b.add(a.weight, slot), scales=b.add(a.scales, slot), zeros=b.add(a.zeros, slot)
-    )
+    a = read_arguments(b, arguments, slot)
 
     def emit(tile: Tile, start: Any) -> None:
         x_at = b.add(x, b.mul(start, a.x_bytes))
@@ -137,6 +132,15 @@ def _emit_rows(loop: InnerLoop, b: Any, args: Any) -> None:
         for tokens in range(1, most):
             with b.if_then(b.icmp_signed("==", rest, I64(tokens))):
                 emit(Tile(height, tokens), whole)
+
+
+def read_arguments(b: Any, arguments: Any, slot: Any) -> KernelArguments:
+    """The arguments at an address, for a weight whose slot begins at another."""
+    at = [b.add(arguments, I64(8 * k)) for k in range(NUM_ARGUMENTS)]
+    a = KernelArguments(*(b.load(b.inttoptr(address, I64.as_pointer())) for address in at))
+    return a._replace(
+        weight=b.add(a.weight, slot), scales=b.add(a.scales, slot), zeros=b.add(a.zeros, slot)
+    )
 
 
 def _emit_tiles(
@@ -192,7 +196,7 @@ def _add_step(
     if is_scaled:
         parts = [[cgutils.alloca_once(b, FLOATS) for _ in x_of] for _ in rows]
         for r, row in enumerate(rows):
-            zero = _zeros(b, loop, a, row, scale_idx)
+            zero = step_zeros(b, loop, a, row, scale_idx)
             for t, x in enumerate(x_of):
                 value = FLOATS(None)
                 if loop.loader.subtracts_zero:
@@ -207,7 +211,7 @@ def _add_step(
                 b.store(fma(b, value, number, b.load(parts[r][t])), parts[r][t])
     if is_scaled:
         for r, row in enumerate(rows):
-            scale = spread(b, _scales(b, loop, a, row, scale_idx))
+            scale = step_scales(b, loop, a, row, scale_idx)
             for part, total in zip(parts[r], sums[r], strict=True):
                 b.store(fma(b, b.load(part), scale, b.load(total)), total)
 
@@ -243,14 +247,16 @@ def _product(b: Any, one: Any, other: Any, addend: Any) -> Any:
     return b.fmul(one, other) if addend is None else fma(b, one, other, addend)
 
 
-def _scales(b: Any, loop: InnerLoop, a: KernelArguments, row: Any, scale_idx: Any) -> Any:
+def step_scales(b: Any, loop: InnerLoop, a: KernelArguments, row: Any, scale_idx: Any) -> Any:
+    """The scales of a step, each repeated over the lanes that it is for."""
     at = b.add(a.scales, b.mul(b.udiv(row, a.block_rows), a.scales_bytes))
     assert loop.scale is not None, loop
     at = b.add(at, b.mul(scale_idx, I64(loop.scale_bytes)))
-    return scales_of(b, loop.scale, load(b, at, 0, STORED[loop.scale_bytes], loop.num_scales))
+    stored = load(b, at, 0, STORED[loop.scale_bytes], loop.num_scales)
+    return spread(b, scales_of(b, loop.scale, stored))
 
 
-def _zeros(b: Any, loop: InnerLoop, a: KernelArguments, row: Any, scale_idx: Any) -> Any:
+def step_zeros(b: Any, loop: InnerLoop, a: KernelArguments, row: Any, scale_idx: Any) -> Any:
     """The zeros of a step in one vector: in word [row / 8, group], nibble row % 8. None: they are
     not stored.
     """

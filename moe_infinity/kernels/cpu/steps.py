@@ -132,6 +132,13 @@ class InnerLoop(NamedTuple):
     scale: str | None  # a float of 2 or 4 bytes, or uint8 for an exponent; None: no scales
     has_zeros: bool
 
+    @classmethod
+    def of_literals(
+        cls, kind: str, num_vectors: int, num_scales: int, scale: str, has_zeros: int
+    ) -> InnerLoop:
+        """The loop that constants of compiled code stand for."""
+        return cls(kind, num_vectors, num_scales, scale or None, bool(has_zeros))
+
     @property
     def loader(self) -> ValueLoader:
         return LOADERS[self.kind]

@@ -107,6 +107,16 @@ def from_bfloat(b: Any, bits: Any) -> Any:
     return _from_top(b, bits, 16)
 
 
+def to_bfloat(b: Any, floats: Any) -> Any:
+    """The bits of bfloat16: rounded to nearest, ties to even. NaN stays NaN."""
+    bits = b.bitcast(floats, vector_of(I32))
+    top = b.lshr(bits, all_lanes(I32, 16))
+    half = b.add(all_lanes(I32, 0x7FFF), b.and_(top, all_lanes(I32, 1)))
+    rounded = b.lshr(b.add(bits, half), all_lanes(I32, 16))
+    is_number = b.fcmp_ordered("ord", floats, floats)
+    return b.trunc(b.select(is_number, rounded, b.or_(top, all_lanes(I32, 0x40))), vector_of(I16))
+
+
 def from_exponent(b: Any, bits: Any) -> Any:
     """Two to the power of the bits less 127."""
     return _from_top(b, bits, 23)
@@ -177,6 +187,25 @@ def store_sums(b: Any, vectors: list[Any], at: Any, count: Any) -> None:
     """Store the sums over the lanes of one, two or four vectors next to each other, but no more
     than `count` of them. A sum's bits do not depend on the other vectors.
     """
+    store_some(b, _sums(b, vectors), at, count)
+
+
+def add_sums(b: Any, vectors: list[Any], at: Any, count: Any, is_first: Any) -> None:
+    """Add the sums over the lanes of vectors to what is stored there, or store them if that
+    `is_first`; otherwise as `store_sums`.
+    """
+    sums = _sums(b, vectors)
+    lanes = len(vectors)
+    kind = vector_of(F32, lanes)
+    is_read = b.and_(_before(b, count, lanes), repeated(b, b.not_(is_first), lanes))
+    pointer = b.inttoptr(at, kind.as_pointer())
+    args = [pointer, I32(4), is_read, kind(None)]
+    before = _call(b, f"llvm.masked.load.v{lanes}f32.p0", kind, args)
+    store_some(b, b.fadd(before, sums), at, count)
+
+
+def _sums(b: Any, vectors: list[Any]) -> Any:
+    """The sums over the lanes of one, two or four vectors, as one vector."""
     num = len(vectors)
     width = LANES
     while len(vectors) > 1:  # lanes of pairs, so that one addition halves both
@@ -190,7 +219,7 @@ def store_sums(b: Any, vectors: list[Any], at: Any, count: Any) -> None:
         low = [k * width + lane for k in range(num) for lane in range(half)]
         vector = b.fadd(pick(b, vector, low), pick(b, vector, [lane + half for lane in low]))
         width = half
-    store_some(b, vector, at, count)
+    return vector
 
 
 def _fold_two(b: Any, one: Any, other: Any, half: int) -> Any:
@@ -206,11 +235,15 @@ def _fold_two(b: Any, one: Any, other: Any, half: int) -> Any:
 def store_some(b: Any, vector: Any, at: Any, count: Any) -> None:
     """Store the first `count` lanes, or all if that is more."""
     lanes = vector.type.count
-    places = ir.Constant(vector_of(I64, lanes), [*range(lanes)])
-    is_kept = b.icmp_signed("<", places, repeated(b, count, lanes))
     pointer = b.inttoptr(at, vector.type.as_pointer())
-    args = [vector, pointer, I32(4), is_kept]
+    args = [vector, pointer, I32(4), _before(b, count, lanes)]
     _call(b, f"llvm.masked.store.v{lanes}f32.p0", ir.VoidType(), args)
+
+
+def _before(b: Any, count: Any, lanes: int) -> Any:
+    """True for the first `count` lanes."""
+    places = ir.Constant(vector_of(I64, lanes), [*range(lanes)])
+    return b.icmp_signed("<", places, repeated(b, count, lanes))
 
 
 def largest_of_lanes(b: Any, vector: Any) -> Any:

@@ -139,7 +139,7 @@ def test_each_row_gets_what_its_expert_gives(kind):
 
 @pytest.mark.parametrize("kind", ["mxfp4", pytest.param("bf16", marks=pytest.mark.slow)])
 def test_gpt_oss_has_biases_and_rows_of_gate_and_up_in_turn(kind, monkeypatch):
-    monkeypatch.setattr("moe_infinity.kernels.cpu.experts.BLOCK_BYTES", 1 << 12)
+    monkeypatch.setattr("moe_infinity.kernels.cpu.product.BLOCK_BYTES", 1 << 12)
     experts = Experts(kind, 160, 192, act=LIMITED, is_interleaved=True, has_bias=True)
     x = torch.randn(11, 160)
     found = experts.compute(x, STARTS)
@@ -214,7 +214,7 @@ def test_rows_of_a_weight_may_have_any_length(kind, width, expert_width):
 @pytest.mark.parametrize("kind", ["bf16", "gptq 32", "awq 32"])
 def test_many_blocks_give_what_one_thread_gives_bit_for_bit(kind, monkeypatch):
     """And rows give the same alone, in other company, and as one row that all experts share."""
-    monkeypatch.setattr("moe_infinity.kernels.cpu.experts.BLOCK_BYTES", 1 << 10)
+    monkeypatch.setattr("moe_infinity.kernels.cpu.product.BLOCK_BYTES", 1 << 10)
     experts = Experts(kind, 160, 192)
     x = torch.randn(1, 160).expand(4, -1)
     shared = experts.compute(x, [0, 1, 2, 3, 4])
@@ -238,7 +238,7 @@ def test_a_row_has_the_same_bits_alone_and_among_any_number_of_others(kind, monk
     alone = torch.cat([experts.compute(x[i : i + 1], [0, 1]) for i in range(29)])
     for num_rows in (*range(2, 10), 12, 13, 29):
         assert torch.equal(experts.compute(x[:num_rows], [0, num_rows]), alone[:num_rows]), num_rows
-    monkeypatch.setattr("moe_infinity.kernels.cpu.experts.BLOCK_BYTES", 1 << 9)
+    monkeypatch.setattr("moe_infinity.kernels.cpu.product.BLOCK_BYTES", 1 << 9)
     experts.fused = fused_experts(experts.described[:-1], experts.described[-1:], SILU)
     assert torch.equal(experts.compute(x, [0, 29]), alone)
 

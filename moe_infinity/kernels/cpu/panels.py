@@ -1,0 +1,178 @@
+"""Products of many rows of x with a packed weight, as machine code. rows.py decodes a weight once
+for each tile of tokens, which pays while reading it takes longer. Here it is decoded once for all
+tokens:
+
+    for each panel of a weight, which fits into the first cache
+        decode it to float32, columns in their order        widen.py
+        for each tile of rows and tokens                    panel x x, onto 24 vectors of sums
+
+The bits of an output depend on nothing but its row of the weight and its token. They differ from
+those of rows.py: a value is scaled before it is multiplied, not after.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from moe_infinity.kernels.cpu.compiler import c_function, processor
+from moe_infinity.kernels.cpu.rows import read_arguments
+from moe_infinity.kernels.cpu.steps import InnerLoop, KernelArguments, Tile
+from moe_infinity.kernels.cpu.vectors import (
+    F32,
+    FLOATS,
+    I64,
+    LANES,
+    add_sums,
+    fma,
+    load,
+    smaller,
+)
+from moe_infinity.kernels.cpu.widen import emit_step
+from moe_infinity.layout import WORDS
+
+PANEL_ROWS = 16
+PANEL_COLUMNS = 1024
+PANEL_BYTES = 4 * PANEL_COLUMNS + 64  # of a row; the rest lets rows start in different lines
+MOST_TOKENS = 96  # whose x stays in the second cache while a row of panels is multiplied
+
+
+def reads_panels(loop: InnerLoop, num_columns: int) -> bool:
+    """True if rows of this many columns can be cut into panels."""
+    return loop.kind not in WORDS and num_columns % loop.num_columns == 0
+
+
+def panel_tile() -> Tile:
+    """The tile whose sums fit in registers: 24 with AVX-512, otherwise 4, of two registers each."""
+    return Tile(4, 6) if "+avx512f" in processor()[1].split(",") else Tile(2, 2)
+
+
+@cache
+def panel_function(loop: InnerLoop) -> Any:
+    """A C function as `rows.row_function` is one, for x in float32 with columns in their order."""
+    kind = loop.kind  # constants of the compiled code
+    num_vectors = loop.num_vectors
+    num_scales = loop.num_scales
+    scale = loop.scale or ""
+    has_zeros = int(loop.has_zeros)
+
+    name = "panels_" + "_".join(map(str, loop))
+    is_kept = loop.loader.load.__module__.startswith("moe_infinity.")
+
+    @c_function(types.void(*[types.int64] * 7), name, is_kept=is_kept)
+    def function(
+        first: int, last: int, x: int, num_tokens: int, out: int, arguments: int, slot: int
+    ) -> None:
+        _panels(kind, num_vectors, num_scales, scale, has_zeros,
+                first, last, x, num_tokens, out, arguments, slot)  # fmt: skip
+
+    return function
+
+
+@intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
+def _panels(
+    _: Any, kind: Any, num_vectors: Any, num_scales: Any, scale: Any, has_zeros: Any,
+    first: Any, last: Any, x: Any, num_tokens: Any, out: Any, arguments: Any, slot: Any,
+) -> Any:  # fmt: skip
+    literals = kind, num_vectors, num_scales, scale, has_zeros
+    loop = InnerLoop.of_literals(*(each.literal_value for each in literals))
+
+    def emit(context: Any, b: Any, _: Any, args: Any) -> Any:
+        _emit_panels(loop, b, args[len(literals) :])
+        return context.get_dummy_value()
+
+    return types.void(*literals, *[types.int64] * 7), emit
+
+
+def _emit_panels(loop: InnerLoop, b: Any, args: Any) -> None:
+    """Emit out[t, row] for all tokens, panel by panel."""
+    first, last, x, num_tokens, out, arguments, slot = args
+    a = read_arguments(b, arguments, slot)
+    with b.goto_entry_block():  # `alloca_once` would fill it with zeros
+        memory = b.alloca(ir.ArrayType(ir.IntType(8), PANEL_ROWS * PANEL_BYTES + 64))
+    panel = b.and_(b.add(b.ptrtoint(memory, I64), I64(63)), I64(-64))
+    steps = I64(PANEL_COLUMNS // loop.num_columns)
+    with cgutils.for_range_slice(b, I64(0), num_tokens, I64(MOST_TOKENS), intp=I64) as (token, _):
+        tokens = smaller(b, I64(MOST_TOKENS), b.sub(num_tokens, token))
+        x_at = b.add(x, b.mul(token, a.x_bytes))
+        out_at = b.add(out, b.mul(token, a.out_bytes))
+        with cgutils.for_range_slice(b, first, last, I64(PANEL_ROWS), intp=I64) as (row, _):
+            rows = smaller(b, I64(PANEL_ROWS), b.sub(last, row))
+            to = b.add(out_at, b.mul(row, I64(4)))
+            with cgutils.for_range_slice(b, I64(0), a.num_steps, steps, intp=I64) as (step, _):
+                count = smaller(b, steps, b.sub(a.num_steps, step))
+                _emit_decoding(loop, b, a, row, rows, step, count, panel)
+                columns = b.mul(step, I64(4 * loop.num_columns))
+                vectors = b.mul(count, I64(loop.num_vectors))
+                is_first = b.icmp_signed("==", step, I64(0))
+                _emit_products(
+                    b, a, panel, rows, b.add(x_at, columns), tokens, vectors, to, is_first
+                )
+
+
+def _emit_decoding(
+    loop: InnerLoop, b: Any, a: KernelArguments, row: Any, rows: Any, step: Any, count: Any,
+    panel: Any,
+) -> None:  # fmt: skip
+    """Emit the decoding of `count` steps of `rows` rows into a panel."""
+    with cgutils.for_range(b, rows, intp=I64) as each_row:
+        to = b.add(panel, b.mul(each_row.index, I64(PANEL_BYTES)))
+        with cgutils.for_range(b, count, intp=I64) as each:
+            at = b.add(to, b.mul(each.index, I64(4 * loop.num_columns)))
+            emit_step(b, loop, a, b.add(row, each_row.index), b.add(step, each.index), at, "f32")
+
+
+def _emit_products(
+    b: Any, a: KernelArguments, panel: Any, rows: Any, x: Any, num_tokens: Any, vectors: Any,
+    out: Any, is_first: Any,
+) -> None:  # fmt: skip
+    """Emit the products of a panel with the same columns of x, in tiles."""
+    most = panel_tile().num_tokens
+    rest = b.urem(num_tokens, I64(most))
+    whole = b.sub(num_tokens, rest)
+
+    def emit(tokens: int, start: Any) -> None:
+        x_at = b.add(x, b.mul(start, a.x_bytes))
+        x_of = [b.add(x_at, b.mul(a.x_bytes, I64(t))) for t in range(tokens)]
+        out_at = b.add(out, b.mul(start, a.out_bytes))
+        out_of = [b.add(out_at, b.mul(a.out_bytes, I64(t))) for t in range(tokens)]
+        _emit_tiles(b, panel, rows, x_of, vectors, out_of, is_first)
+
+    with cgutils.for_range_slice(b, I64(0), whole, I64(most), intp=I64) as (start, _):
+        emit(most, start)
+    for tokens in range(1, most):
+        with b.if_then(b.icmp_signed("==", rest, I64(tokens))):
+            emit(tokens, whole)
+
+
+def _emit_tiles(
+    b: Any, panel: Any, rows: Any, x_of: list[Any], vectors: Any, out_of: list[Any], is_first: Any
+) -> None:
+    """Emit the products of all rows of a panel with the tokens of a tile."""
+    height = panel_tile().num_rows
+    with cgutils.for_range_slice(b, I64(0), rows, I64(height), intp=I64) as (row, _):
+        left = b.sub(rows, row)
+        last = b.sub(rows, I64(1))
+        starts = [
+            b.add(panel, b.mul(smaller(b, b.add(row, I64(r)), last), I64(PANEL_BYTES)))
+            for r in range(height)
+        ]
+        sums = [[cgutils.alloca_once(b, FLOATS) for _ in starts] for _ in x_of]
+        for of_token in sums:
+            for total in of_token:
+                b.store(FLOATS(None), total)
+        with cgutils.for_range(b, vectors, intp=I64) as each:
+            offset = b.mul(each.index, I64(4 * LANES))
+            values = [load(b, b.add(start, offset), 0, F32) for start in starts]
+            for x, of_token in zip(x_of, sums, strict=True):
+                number = load(b, b.add(x, offset), 0, F32)
+                for value, total in zip(values, of_token, strict=True):
+                    b.store(fma(b, value, number, b.load(total)), total)
+        for out, of_token in zip(out_of, sums, strict=True):
+            totals = [b.load(total) for total in of_token]
+            add_sums(b, totals, b.add(out, b.mul(row, I64(4))), left, is_first)

@@ -1,0 +1,124 @@
+"""A matrix product with weights as they are stored, described for machine code.
+
+Legend: R rows (outputs), C columns (inputs) of a weight.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_infinity.kernels.cpu.arrangement import (
+    Arrangement,
+    arrangement_for,
+    arrangement_in_order,
+    one_behind_another,
+)
+from moe_infinity.kernels.cpu.panels import panel_function, reads_panels
+from moe_infinity.kernels.cpu.rows import row_function
+from moe_infinity.kernels.cpu.steps import (
+    LOADERS,
+    InnerLoop,
+    KernelArguments,
+    arguments_for,
+    loop_for,
+)
+from moe_infinity.kernels.cpu.words import BLOCK_ROWS
+from moe_infinity.kernels.cpu.work import RowBlock
+from moe_infinity.layout import EXPONENTS, WeightLayout, block_of
+
+BLOCK_BYTES = 256 << 10  # of a weight, which a thread takes at once; the second cache holds it
+MAX_STEPS = 1 << 16  # of a row, for which KernelArguments.inverse divides exactly
+
+
+def loop_of(weight: WeightLayout) -> InnerLoop | None:
+    """The loop that reads this weight. None: kernels do not read it."""
+    loader = LOADERS.get(weight.kind)
+    columns = weight.shape[1]
+    if loader is None or not weight.is_stored_in(loader.bits):
+        return None
+    if weight.shape[0] < BLOCK_ROWS.get(weight.kind, 1):
+        return None
+    if weight.scale is None:
+        if weight.is_transposed and weight.unpack is None:
+            return None
+        loop = loop_for(weight.kind, columns, group=columns, scale=None)
+    else:
+        block = block_of(weight)
+        if block is None or (weight.groups is not None and block[1] < columns):
+            return None
+        scale = "uint8" if weight.scale.dtype in EXPONENTS else weight.scale.dtype
+        has_zeros = weight.zeros is not None
+        loop = loop_for(weight.kind, columns, group=block[1], scale=scale, has_zeros=has_zeros)
+    return loop if loop is not None and columns <= MAX_STEPS * loop.num_columns else None
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """A matrix product with weights that lie one below the other, described for machine code."""
+
+    num_rows: int  # of all weights
+    num_columns: int
+    arrangement: Arrangement  # of x
+    arguments: NDArray[np.int64]  # by weight; blocks point here
+    blocks: NDArray[np.int64]  # RowBlocks
+    kept: list[array[int]]  # what `arrangement` points to
+
+    @classmethod
+    def of(cls, weights: Sequence[WeightLayout], *, in_panels: bool = False) -> Product | None:
+        """The product with these weights: of few rows of x or, `in_panels`, of many. None unless
+        kernels read all weights, and they have as many columns as each other.
+        """
+        loops = [loop for weight in weights if (loop := loop_of(weight)) is not None]
+        if len(loops) < len(weights) or len({weight.shape[1] for weight in weights}) != 1:
+            return None
+        num_rows = sum(weight.shape[0] for weight in weights)
+        num_columns = weights[0].shape[1]
+        function_of = row_function
+        arrangements = [arrangement_for(loop, num_columns) for loop in loops]
+        if in_panels:
+            if not all(reads_panels(loop, num_columns) for loop in loops):
+                return None
+            function_of = panel_function
+            arrangements = [arrangement_in_order(num_columns)] * len(loops)
+        distinct = list(dict.fromkeys(arrangements))
+        arrangement, kept = one_behind_another(distinct)
+        arguments = np.zeros((len(weights), len(KernelArguments._fields)), np.int64)
+        blocks = []
+        offset = 0
+        for weight, loop, own, row in zip(weights, loops, arrangements, arguments, strict=True):
+            row[:] = arguments_of(weight, loop)._replace(
+                out_bytes=4 * num_rows, x_bytes=arrangement.row_bytes
+            )
+            x_offset = sum(before.row_bytes for before in distinct[: distinct.index(own)])
+            function = function_of(loop).address
+            at = row.ctypes.data
+            for first, last in row_blocks(weight):
+                block = RowBlock(function, at, first, last, offset, arrangement.row_bytes, x_offset)
+                blocks.append(block)
+            offset += 4 * weight.shape[0]
+        return cls(num_rows, num_columns, arrangement, arguments, np.array(blocks, np.int64), kept)
+
+
+def row_blocks(weight: WeightLayout) -> Iterator[tuple[int, int]]:
+    """Yield the first row, and one more than the last, of what a thread takes at once."""
+    unit = BLOCK_ROWS.get(weight.kind, 1)
+    row_bytes = weight.values.num_bytes // weight.shape[0]
+    at_once = max(1, BLOCK_BYTES // (row_bytes * unit)) * unit
+    for first in range(0, weight.shape[0], at_once):
+        yield first, min(first + at_once, weight.shape[0])
+
+
+def arguments_of(weight: WeightLayout, loop: InnerLoop) -> KernelArguments:
+    """The arguments for a kernel; addresses count from the start of a slot."""
+    rows, columns = weight.shape
+    block = block_of(weight) or (rows, columns)
+    return arguments_for(loop, weight.shape, block, -(-rows // block[0]))._replace(
+        weight=weight.values.offset,
+        scales=0 if weight.scale is None else weight.scale.offset,
+        zeros=0 if weight.zeros is None else weight.zeros.offset,
+    )

@@ -1,0 +1,224 @@
+"""Products of many rows: panels of float32 and weights widened to bfloat16, against the weights of
+kernels/unpack.py, multiplied in float64.
+
+Legend: T tokens, R rows (outputs), C columns (inputs) of a weight.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from moe_infinity.experts import ExpertLayout, ParamSpec
+from moe_infinity.kernels import many_rows
+from moe_infinity.kernels.cpu import product, widened
+from moe_infinity.kernels.cpu.experts import fused_experts
+from moe_infinity.kernels.cpu.linear import FusedLinear, fused_linear
+from moe_infinity.kernels.many_rows import MOST_TOKENS, RowPath
+from moe_infinity.kernels.reference import Activation
+from moe_infinity.layout import PLAIN, PackedWeight
+from tests.kernels.stored_weights import HALVES, StoredExperts, layout_of, make_weight
+
+pytestmark = [pytest.mark.arithmetic, pytest.mark.sample(3)]
+
+KINDS = [
+    *PLAIN,
+    "int8",
+    "int4 32",
+    "int4 64",
+    "int4 zeros 32",
+    "int4 None",
+    "fp8 blocks",
+    "fp8 rows",
+    "mxfp4",
+    *(f"ggml {name}" for name in (*HALVES, "mxfp4")),
+]
+EPS = {dtype: torch.finfo(dtype).eps for dtype in (torch.float32, torch.bfloat16)}
+MANY = MOST_TOKENS + 1
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def bfloat16(monkeypatch):
+    """A processor that has products of bfloat16. torch has them here in any case."""
+    monkeypatch.setattr(many_rows, "has_products_of_bfloat16", lambda: True)
+
+
+@pytest.fixture
+def no_bfloat16(monkeypatch):
+    monkeypatch.setattr(many_rows, "has_products_of_bfloat16", lambda: False)
+
+
+def stored(kind: str, rows: int, columns: int) -> tuple[PackedWeight, Tensor]:
+    """A weight in memory of its own, and what it is in float32."""
+    if kind == "fp8 blocks":
+        rows += -rows % 16
+    parts, weight, _ = make_weight(kind, rows, columns)
+    layout = ExpertLayout.of(
+        {role: (tuple(t.shape), str(t.dtype)[6:]) for role, t in parts.items()}
+    )
+    memory = torch.zeros(layout.slot_bytes, dtype=torch.uint8)
+    specs: dict[str, ParamSpec] = {}
+    for spec in layout.params:
+        memory[spec.offset :][: spec.num_bytes] = parts[spec.name].view(torch.uint8).flatten()
+        specs[spec.name] = spec
+    return PackedWeight(layout_of(kind, specs), memory), weight
+
+
+def linear_of(*weights: PackedWeight) -> FusedLinear:
+    fused = fused_linear(weights)
+    assert fused is not None
+    return fused
+
+
+def assert_product(found_TR: Tensor, x_TC: Tensor, weight_RC: Tensor, eps: float) -> None:
+    """Within what rounding every value and product allows. Zeros and minima are subtracted after
+    scaling, from values of up to twice the largest one.
+    """
+    exact = x_TC.double() @ weight_RC.double().t()
+    size = x_TC.double().abs().sum(1, keepdim=True) * weight_RC.double().abs().amax(1)
+    assert ((found_TR.double() - exact).abs() < 4 * eps * size).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("rows", "columns"), [(37, 512), (16, 2304), (3, 256)])
+def test_panels_multiply_any_number_of_rows_and_tokens(kind, rows, columns, no_bfloat16):
+    weight, wide = stored(kind, rows, columns)
+    fused = linear_of(weight)
+    for num_tokens in (MANY, 96, 97, 203):
+        x = torch.randn(num_tokens, columns)
+        assert_product(fused(x), x, wide, EPS[torch.float32])
+    with pytest.raises(AssertionError):
+        assert_product(fused(x).roll(1, 1), x, wide, EPS[torch.float32])
+
+
+@pytest.mark.parametrize("kind", ["bf16", "int4 zeros 32", "ggml q4_k", "ggml q6_k", "ggml q8_0"])
+def test_a_row_and_token_have_the_same_bits_in_any_panel(kind, no_bfloat16, monkeypatch):
+    weight, _ = stored(kind, 37, 512)
+    x = torch.randn(203, 512)
+    together = linear_of(weight)(x)
+    monkeypatch.setattr(product, "BLOCK_BYTES", 1)  # every row is a block
+    fused = linear_of(weight)
+    assert torch.equal(fused(x), together)
+    for num_tokens in (*range(MANY, MANY + 7), 97, 150):
+        assert torch.equal(fused(x[:num_tokens]), together[:num_tokens])
+
+
+def test_columns_that_do_not_fill_panels_are_left_to_other_kernels(no_bfloat16):
+    """Blocks of 32 that are read four at a time, and a last step that overlaps the one before."""
+    weight, wide = stored("ggml q4_0", 5, 480)
+    x = torch.randn(MANY, 480)
+    assert_product(linear_of(weight)(x), x, wide, EPS[torch.float32])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("rows", "columns"), [(37, 512), (5, 480)])
+def test_widening_gives_the_unpacked_weight_rounded_once(kind, rows, columns):
+    if ("_k" in kind or "xs" in kind or "64" in kind) and columns % 256:
+        columns = 768
+    weight, wide = stored(kind, rows, columns)
+    widening = widened.Widening.of([weight.layout])
+    assert widening is not None
+    pieces = widening.pieces(1 << 20)
+    found = torch.cat(
+        [widening.multiply(piece, weight.memory.data_ptr(), torch.eye(columns).bfloat16()).t()
+         for piece in pieces]
+    )  # fmt: skip
+    rounding = EPS[torch.bfloat16] / 2 * wide.abs() + 8 * EPS[torch.float32] * wide.abs().max()
+    assert ((found.float() - wide).abs() <= rounding).all()
+    assert (found == wide.bfloat16()).float().mean() > 0.99
+
+
+@pytest.mark.parametrize("num_bytes", [1, 40_000, 1 << 20])
+def test_pieces_of_a_weight_are_all_of_it_once(num_bytes, bfloat16, monkeypatch):
+    monkeypatch.setattr(product, "BLOCK_BYTES", 2_000)
+    monkeypatch.setattr(widened, "PIECE_BYTES", num_bytes)
+    made = [stored(kind, rows, 512) for kind, rows in (("ggml q4_k", 50), ("ggml q6_k", 23))]
+    fused = linear_of(*(weight for weight, _ in made))
+    x = torch.randn(MANY, 512).bfloat16()
+    found = fused(x)
+    assert found.dtype == torch.bfloat16
+    bias = torch.randn(23).bfloat16()
+    assert torch.equal(fused(x, [None, bias])[:, :50], found[:, :50])
+    last = torch.nn.functional.linear(x, made[1][1].bfloat16(), bias)
+    torch.testing.assert_close(fused(x, [None, bias])[:, 50:], last)
+    wide = torch.cat([wide for _, wide in made]).bfloat16()
+    exact = x.double() @ wide.double().t()
+    bound = EPS[torch.bfloat16] * (exact.abs() + exact.square().mean().sqrt() / 50)
+    assert ((found.double() - exact).abs() <= bound).all()
+    assert fused(x[:MOST_TOKENS]).dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "dtype", "mean_rows", "with_products", "without"),
+    [
+        (64, torch.bfloat16, 100.0, RowPath.FEW, RowPath.FEW),
+        (65, torch.bfloat16, 100.0, RowPath.WIDENED, RowPath.PANELS),
+        (600, torch.bfloat16, 20.0, RowPath.PANELS, RowPath.PANELS),
+        (600, torch.bfloat16, 5.0, RowPath.FEW, RowPath.FEW),
+        (600, torch.float32, 100.0, RowPath.PANELS, RowPath.PANELS),
+        (600, torch.float16, 100.0, RowPath.PANELS, RowPath.PANELS),
+    ],
+)
+def test_the_path_depends_on_the_pass_and_the_processor(
+    num_tokens, dtype, mean_rows, with_products, without, monkeypatch
+):
+    for has_products, expected in ((True, with_products), (False, without)):
+        monkeypatch.setattr(many_rows, "has_products_of_bfloat16", lambda has=has_products: has)
+        assert many_rows.row_path(num_tokens, dtype, mean_rows) is expected
+
+
+ACTIVATIONS = [
+    Activation("silu"),
+    Activation("gelu", is_gated=False),
+    Activation("silu", limit=3.0),
+]
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("kind", ["bf16", "mxfp4", "ggml q4_k", "ggml q8_0", "int4 32"])
+@pytest.mark.parametrize("act", ACTIVATIONS)
+@pytest.mark.parametrize("path", [RowPath.PANELS, RowPath.WIDENED])
+def test_experts_are_as_near_as_torch_in_bfloat16(path, act, kind, threads, bfloat16, monkeypatch):
+    """With biases, and rows of gate and up in turn where the limit is that of gpt-oss."""
+    for module in ("experts", "linear", "widened"):
+        monkeypatch.setattr(f"moe_infinity.kernels.cpu.{module}.num_threads", lambda: threads)
+    is_interleaved = act.limit == 3.0
+    made = StoredExperts(kind, 256, 256, is_gated=act.is_gated, has_bias=is_interleaved)
+    fused = fused_experts(
+        made.described[:1], made.described[1:], act,
+        biases=made.described_biases, is_interleaved=is_interleaved,
+    )  # fmt: skip
+    assert fused is not None
+    x = torch.randn(80, 256).bfloat16()
+    starts = [0, 17, 17, 30, 80]
+    found = fused(x, starts, [slot.data_ptr() for slot in made.slots], path)
+    assert found.dtype == torch.bfloat16
+    errors = torch.zeros(2, dtype=torch.float64)
+    for i in range(4):
+        rows = slice(starts[i], starts[i + 1])
+        exact = mlp(made, i, x[rows].double(), act, is_interleaved=is_interleaved)
+        stock = mlp(made, i, x[rows], act, is_interleaved=is_interleaved)
+        for k, one in enumerate((found[rows], stock)):
+            errors[k] += (one.double() - exact).square().sum()
+    ours, stocks = errors.sqrt().tolist()
+    assert ours < 1.03 * stocks
+    assert ours > 0
+
+
+def mlp(
+    made: StoredExperts, i: int, x_RD: Tensor, act: Activation, *, is_interleaved: bool
+) -> Tensor:
+    """Expert i in the dtype of x, as transformers computes it."""
+    up, down = (weight.to(x_RD.dtype) for weight in made.weights[i])
+    up_bias, down_bias = (bias.to(x_RD.dtype) for bias in made.biases[i])
+    hidden = torch.nn.functional.linear(x_RD, up, up_bias)
+    parts = [hidden]
+    if act.is_gated:
+        parts = [hidden[:, 0::2], hidden[:, 1::2]] if is_interleaved else [*hidden.chunk(2, 1)]
+    return torch.nn.functional.linear(act(*parts), down, down_bias)
