@@ -13,8 +13,9 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,8 +28,10 @@ from safetensors import safe_open
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # if this is run as a script
 
+from tools.gguf_blocks import K_QUANTS, RandomBlocks
 from tools.gguf_changes import NAMES, changed
 from tools.gguf_metadata import as_written, more_metadata, more_tensors
+from tools.gguf_types import MIXES, Shape, types_of
 from tools.vocabulary_to_gguf import read_tokenizer
 
 ARCHITECTURES = {
@@ -53,9 +56,7 @@ CHANGED = (
     "afmoe", "gemma4", "granitehybrid", "jamba", "kimi-linear", "lfm2moe", "nemotron_h_moe",
     "qwen3next", "qwen35moe",
 )  # fmt: skip
-TYPES = {"f32": Type.F32, "f16": Type.F16, "bf16": Type.BF16, "q8_0": Type.Q8_0, "q4_0": Type.Q4_0,
-         "q5_1": Type.Q5_1, "mxfp4": Type.MXFP4, "q4_k_m": Type.Q4_K}  # fmt: skip
-SCALES = {Type.Q4_K: slice(0, 4), Type.Q5_K: slice(0, 4), Type.Q6_K: slice(208, 210)}  # float16
+RANDOM_SIZE = 0.02  # of weights that no quantizer makes
 
 
 class Target(NamedTuple):
@@ -210,95 +211,79 @@ class Checkpoint:
         return tuple(target.make([torch.empty(s.get_shape(), device="meta") for s in slices]).shape)
 
 
-def type_of(name: str, shape: tuple[int, ...], wanted: str) -> Type:
-    """What llama.cpp would store a tensor as: norms, biases and routers in float32, and in the mix
-    values and down projections of every second layer in more bits.
-    """
-    if len(shape) == 1 or "ffn_gate_inp" in name or name.endswith("bias") or wanted == "f32":
-        return Type.F32
-    found = TYPES[wanted]
-    if found == Type.MXFP4 and "_exps" not in name:
-        found = Type.Q8_0
-    if wanted == "q4_k_m":
-        block = re.match(r"blk\.(\d+)\.", name)
-        is_second = block is not None and int(block[1]) % 2 == 0
-        finer = name == "output.weight" or (is_second and re.search("ffn_down|attn_v", name))
-        found = Type.Q6_K if finer else Type.Q4_K
-    for coarser in (found, Type.Q8_0 if found == Type.Q6_K else Type.Q5_1):
-        if shape[-1] % gguf.GGML_QUANT_SIZES[coarser][0] == 0:
-            return coarser
-    return Type.F16
-
-
 def quantized(tensor: torch.Tensor, stored: Type) -> NDArray[Any]:
-    if stored not in SCALES:
+    if stored not in K_QUANTS:
         return gguf.quants.quantize(tensor.float().numpy(), stored)
-    weights, num_bytes = gguf.GGML_QUANT_SIZES[stored]
-    generator = np.random.default_rng(tensor.numel())
-    blocks = generator.integers(0, 256, (tensor.numel() // weights, num_bytes), dtype=np.uint8)
-    size = 2e-5 if stored == Type.Q6_K else 8e-5  # of weights of about 0.02
-    sizes = np.array([size, 6 * size], np.float16)[: len(range(256)[SCALES[stored]]) // 2]
-    blocks[:, SCALES[stored]] = sizes.view(np.uint8)
+    num_blocks = tensor.numel() // gguf.GGML_QUANT_SIZES[stored][0]
+    blocks = RandomBlocks(stored, num_blocks, seed=tensor.numel()).of_size(RANDOM_SIZE)
     return blocks.reshape(*tensor.shape[:-1], -1)
 
 
-def write_metadata(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
-    more_values = more_metadata(config)
+def metadata_of(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the metadata that belong to the architecture, by the end of their keys."""
+    more = more_metadata(config)
     config = as_written(config)
     rope = config.get("rope_parameters") or {}
     heads = config["num_attention_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
-    writer.add_block_count(config["num_hidden_layers"])
-    writer.add_context_length(config["max_position_embeddings"])
-    writer.add_embedding_length(config["hidden_size"])
-    writer.add_feed_forward_length(config["intermediate_size"])
-    writer.add_head_count(heads)
-    writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_key_length(head_dim)
-    writer.add_value_length(config.get("value_head_dim", head_dim))
     num_rotated = int(head_dim * rope.get("partial_rotary_factor", 1))
-    writer.add_rope_dimension_count(config.get("qk_rope_head_dim", num_rotated))
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_rope_freq_base(rope.get("rope_theta") or config.get("rope_theta") or 1e4)
-    writer.add_vocab_size(config["vocab_size"])
-    for key in ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"):
-        if key in config:
-            writer.add_expert_count(config[key])
     names_of_k = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k")
-    writer.add_expert_used_count(next(config[name] for name in names_of_k if name in config))
-    more = {
-        "moe_intermediate_size": writer.add_expert_feed_forward_length,
-        "shared_expert_intermediate_size": writer.add_expert_shared_feed_forward_length,
-        "attention_multiplier": writer.add_attention_scale,
-        "embedding_multiplier": writer.add_embedding_scale,
-        "residual_multiplier": writer.add_residual_scale,
-        "logits_scaling": writer.add_logit_scale,
+    names_of_count = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+    found = {
+        "block_count": config["num_hidden_layers"],
+        "context_length": config["max_position_embeddings"],
+        "embedding_length": config["hidden_size"],
+        "attention.head_count": heads,
+        "attention.head_count_kv": config["num_key_value_heads"],
+        "attention.key_length": head_dim,
+        "attention.value_length": config.get("value_head_dim", head_dim),
+        "rope.dimension_count": config.get("qk_rope_head_dim", num_rotated),
+        "attention.layer_norm_rms_epsilon": config["rms_norm_eps"],
+        "rope.freq_base": float(rope.get("rope_theta") or config.get("rope_theta") or 1e4),
+        "vocab_size": config["vocab_size"],
+        "expert_count": next(config[name] for name in names_of_count if name in config),
+        "expert_used_count": next(config[name] for name in names_of_k if name in config),
     }
-    for key, add in more.items():
-        if config.get(key):
-            add(config[key])
+    sizes = {
+        "intermediate_size": "feed_forward_length",
+        "moe_intermediate_size": "expert_feed_forward_length",
+        "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
+    }
+    scales = {
+        "attention_multiplier": "attention.scale",
+        "embedding_multiplier": "embedding_scale",
+        "residual_multiplier": "residual_scale",
+        "logits_scaling": "logit_scale",
+    }
+    found |= {key: config[name] for name, key in sizes.items() if config.get(name)}
+    found |= {key: float(config[name]) for name, key in scales.items() if config.get(name)}
     if "sliding_attention" in config.get("layer_types", ()):
-        writer.add_sliding_window(config["sliding_window"])
-    for key, value in more_values.items():
-        writer.add_key_value(f"{writer.arch}.{key}", value, value_type(value))
+        found["attention.sliding_window"] = config["sliding_window"]
     if rope.get("rope_type") == "yarn":
-        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
-        writer.add_rope_scaling_factor(rope["factor"])
-        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+        found["rope.scaling.type"] = gguf.RopeScalingType.YARN.value
+        found["rope.scaling.factor"] = float(rope["factor"])
+        original = rope["original_max_position_embeddings"]
+        found["rope.scaling.original_context_length"] = original
+    return found | more
 
 
-def write_tokenizer(writer: gguf.GGUFWriter, folder: Path) -> None:
-    """A byte-level BPE of tokenizer.json; none if there is no such file."""
+def write_tokenizer(writer: gguf.GGUFWriter, folder: Path, config: dict[str, Any]) -> None:
+    """A byte-level BPE of tokenizer.json, filled up to the size of the model's vocabulary; none if
+    there is no such file.
+    """
     file = folder / "tokenizer.json"
     if not file.is_file():
         writer.add_tokenizer_model("no_vocab")
         return
     pre = "smollm" if '"individual_digits": true' in file.read_text("utf-8") else "qwen2"
-    metadata = read_tokenizer(folder, pre=pre)
-    config = json.loads((folder / "config.json").read_text())
+    metadata = read_tokenizer(folder, pre=pre, vocab_size=config["vocab_size"])
     for name in ("bos", "eos"):
         if isinstance(token_id := config.get(f"{name}_token_id"), int):
             metadata[f"tokenizer.ggml.{name}_token_id"] = token_id
+    add_all(writer, metadata)
+
+
+def add_all(writer: gguf.GGUFWriter, metadata: dict[str, Any]) -> None:
     for key, value in metadata.items():
         writer.add_key_value(key, value, value_type(value))
 
@@ -309,6 +294,33 @@ def value_type(value: Any) -> gguf.GGUFValueType:
     return gguf.GGUFValueType.UINT32 if is_whole else gguf.GGUFValueType.get_type(value)
 
 
+def begin_file(
+    out: Path,
+    config: dict[str, Any],
+    tokenizer: Path,
+    stored: Mapping[str, tuple[Shape, Type]],
+    *,
+    split: int = 0,
+) -> gguf.GGUFWriter:
+    """Write all that comes before the tensors, of which `stored` gives shapes and types."""
+    writer = gguf.GGUFWriter(out, ARCHITECTURES[config["model_type"]], split_max_tensors=split)
+    writer.add_type("model")
+    metadata = metadata_of(config)
+    add_all(writer, {f"{writer.arch}.{key}": value for key, value in metadata.items()})
+    write_tokenizer(writer, tokenizer, config)
+    for name, (shape, kind) in stored.items():
+        weights, num_bytes = gguf.GGML_QUANT_SIZES[kind]
+        row = shape[-1] // weights * num_bytes
+        is_plain = kind in (Type.F32, Type.F16)
+        info = shape if is_plain else (*shape[:-1], row)
+        dtype = np.dtype(np.float32 if is_plain else np.uint8)
+        writer.add_tensor_info(name, info, dtype, prod(shape[:-1]) * row, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    return writer
+
+
 def convert(folder: Path, out: Path, wanted: str, *, split: int = 0) -> None:
     """`split`: the most tensors of one part; 0: one file."""
     config = json.loads((folder / "config.json").read_text())
@@ -316,29 +328,13 @@ def convert(folder: Path, out: Path, wanted: str, *, split: int = 0) -> None:
         known = ", ".join(ARCHITECTURES)
         raise SystemExit(f"{folder} is {config['model_type']}, expected one of {known}")
     checkpoint = Checkpoint(folder)
-    converter = Converter(config, checkpoint.names)
-    writer = gguf.GGUFWriter(out, converter.architecture, split_max_tensors=split)
-    writer.add_type("model")
-    write_metadata(writer, config)
-    write_tokenizer(writer, folder)
-    targets = list(converter.targets())
+    targets = list(Converter(config, checkpoint.names).targets())
+    shapes = {target.name: checkpoint.shape(target) for target in targets}
+    kinds = types_of(shapes, wanted)
+    stored = {name: (shape, kinds[name]) for name, shape in shapes.items()}
+    writer = begin_file(out, config, folder, stored, split=split)
     for target in targets:
-        shape = checkpoint.shape(target)
-        stored = type_of(target.name, shape, wanted)
-        weights, num_bytes = gguf.GGML_QUANT_SIZES[stored]
-        row = shape[-1] // weights * num_bytes
-        is_plain = stored in (Type.F32, Type.F16)
-        info = shape if is_plain else (*shape[:-1], row)
-        dtype = np.dtype(np.float32 if is_plain else np.uint8)
-        total = int(np.prod(shape[:-1])) * row
-        writer.add_tensor_info(target.name, info, dtype, total, raw_dtype=stored)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_ti_data_to_file()
-    for target in targets:
-        tensor = checkpoint.read(target)
-        stored = type_of(target.name, tuple(tensor.shape), wanted)
-        writer.write_tensor_data(quantized(tensor, stored))
+        writer.write_tensor_data(quantized(checkpoint.read(target), kinds[target.name]))
     writer.close()
 
 
@@ -346,7 +342,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Write a MoE checkpoint as GGUF")
     parser.add_argument("model", type=Path)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--type", choices=TYPES, default="bf16")
+    parser.add_argument("--type", choices=MIXES, default="bf16")
     parser.add_argument("--split", type=int, default=0, help="the most tensors of one part")
     args = parser.parse_args()
     convert(args.model, args.out, args.type, split=args.split)
