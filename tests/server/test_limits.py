@@ -117,6 +117,7 @@ def test_every_route_with_a_body_is_tried_here(moe):
     assert kinds == LEAST.keys()
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(("kind", "field"), limited())
 @pytest.mark.parametrize("times", [0.5, 1, 1.01, 20])
 def test_a_list_or_object_has_its_limit(kind, field, times):
@@ -152,6 +153,7 @@ WRONG = {
 }
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("kind", LEAST, ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize("value", WRONG)
 def test_the_first_wrong_item_ends_the_check(kind, value):
