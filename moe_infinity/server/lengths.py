@@ -18,7 +18,7 @@ import torch
 import transformers
 from transformers.cache_utils import DynamicCache
 
-from moe_infinity.architectures.attention_inputs import cache_in
+from moe_infinity.architectures.attention_inputs import cache_in, cache_parameter
 
 logger = logging.getLogger(__name__)
 SAME_AT_ALL_LENGTHS = ("default", "linear", "yarn", "llama3", "mrope", "proportional")
@@ -148,9 +148,9 @@ def num_anew(model: Any, num_tokens: int) -> int:
     cache = _Filled(config=model.config)
     cache.num_tokens = num_tokens
     ids = torch.zeros((1, num_tokens + 1), dtype=torch.long, device="cpu")
-    inputs = model.prepare_inputs_for_generation(
-        ids, next_sequence_length=1, past_key_values=cache, attention_mask=torch.ones_like(ids)
-    )
+    prepare = model.prepare_inputs_for_generation
+    given = {cache_parameter(prepare): cache, "attention_mask": torch.ones_like(ids)}
+    inputs = prepare(ids, next_sequence_length=1, **given)
     return 0 if cache_in(inputs) is cache else inputs["input_ids"].shape[1]
 
 
