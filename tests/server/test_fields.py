@@ -183,18 +183,19 @@ def test_both_limits_may_come_and_the_lower_one_counts(server):
         assert answer.json()["usage"]["completion_tokens"] == 1
 
 
-def test_a_limit_beyond_the_context_is_what_the_context_leaves(server, caplog):
-    for path, name in ((CHAT, "max_tokens"), (RESPONSES, "max_output_tokens")):
-        change = {name: 32_000, "temperature": 0, "logit_bias": {"9": 100}}
-        with caplog.at_level(logging.INFO, "moe_infinity.server.prompts"):
-            answer = ask(server, path, change)
-        assert answer.status_code == 200
-        assert "not the 32000 asked for" in caplog.text
-        usage = answer.json()["usage"]
-        if path == CHAT:
-            assert usage["total_tokens"] == 512
-    caplog.clear()
-    assert ask(server, MESSAGES, {"max_tokens": 32_000}).status_code == 200
+def test_a_limit_beyond_the_context_is_what_the_context_leaves(moe, caplog):
+    with serving(moe, max_context=32) as server:
+        for path, name in ((CHAT, "max_tokens"), (RESPONSES, "max_output_tokens")):
+            change = {name: 32_000, "temperature": 0, "logit_bias": {"9": 100}}
+            with caplog.at_level(logging.INFO, "moe_infinity.server.prompts"):
+                answer = ask(server, path, change)
+            assert answer.status_code == 200
+            assert "not the 32000 asked for" in caplog.text
+            caplog.clear()
+            usage = answer.json()["usage"]
+            if path == CHAT:
+                assert usage["total_tokens"] == 32
+        assert ask(server, MESSAGES, {"max_tokens": 32_000}).status_code == 200
 
 
 def test_without_a_limit_a_chat_may_use_what_the_context_leaves(moe):

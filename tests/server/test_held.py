@@ -8,6 +8,7 @@ import inspect
 import json
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,7 @@ FIELDS = (
 )  # fmt: skip
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999", "9" * 400, "9" * 5000])
 @pytest.mark.parametrize("field", FIELDS)
 def test_numbers_that_are_none_are_refused(field, number, server):
@@ -149,6 +151,13 @@ def test_no_path_leads_out_of_the_pages_folder(path, server):
 # templates
 
 
+@pytest.fixture(scope="module")
+def renderers() -> Iterator[Renderers]:
+    renderers = Renderers(1)
+    yield renderers
+    renderers.close()
+
+
 @pytest.mark.parametrize(
     "template",
     [
@@ -159,17 +168,12 @@ def test_no_path_leads_out_of_the_pages_folder(path, server):
         "{% for m in messages %}{{ m.update({'role': 'x'}) }}{% endfor %}",
     ],
 )
-def test_a_template_of_a_checkpoint_gets_at_no_python(template):
-    renderer = Renderers(1)
+def test_a_template_of_a_checkpoint_gets_at_no_python(renderers, template):
     messages = [[{"role": "user", "content": "Hi"}]]
-    try:
-        with pytest.raises(TemplateRaised) as raised:
-            renderer.render(
-                {"conversations": messages, "chat_template": template}, time.monotonic() + 60
-            )
-        assert not isinstance(raised.value, TemplateTooSlow)
-    finally:
-        renderer.close()
+    asked = {"conversations": messages, "chat_template": template}
+    with pytest.raises(TemplateRaised) as raised:
+        renderers.render(asked, time.monotonic() + 60)
+    assert not isinstance(raised.value, TemplateTooSlow)
 
 
 def test_a_template_in_a_message_is_text(server):
