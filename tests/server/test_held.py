@@ -26,7 +26,8 @@ from tests.server.test_connections import connected
 
 SHORT: dict[str, Any] = {"prompt": "w5 w6", "max_tokens": 2, "temperature": 0}
 COMPLETION = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
-HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+LAST = b"Host: localhost\r\nConnection: close\r\n\r\n"  # then the server hangs up
+HEALTH = b"GET /health HTTP/1.1\r\n" + LAST
 
 
 def post(server: Serving, body: dict[str, Any], path: str = "completions") -> httpx.Response:
@@ -142,7 +143,7 @@ def test_streams_that_nobody_reads_hold_nobody_up(server):
     ],
 )  # fmt: skip
 def test_no_path_leads_out_of_the_pages_folder(path, server):
-    told = received(server, b"GET %b HTTP/1.1\r\nHost: localhost\r\n\r\n" % path.encode())
+    told = received(server, b"GET %b HTTP/1.1\r\n" % path.encode() + LAST)
     assert told.startswith((b"HTTP/1.1 404", b"HTTP/1.1 400", b"HTTP/1.1 405"))
     assert b"root:" not in told
     assert b"class ServeConfig" not in told
