@@ -107,6 +107,7 @@ def test_hidden_tokens_leave_no_text_and_no_trace():
     assert "".join(pieces) == "🙂a"
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_work_grows_with_the_number_of_tokens(kind):
     """Also where no text comes for long, or none that is certain."""

@@ -83,6 +83,7 @@ def test_a_gguf_file_computes_what_its_checkpoint_does(name, tmp_path):
 
 
 @pytest.mark.arithmetic
+@pytest.mark.grid
 @pytest.mark.parametrize("wanted", ["q8_0", "q4_0", "q4_k_m", "mxfp4"])
 @pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "gpt_oss", "llama4_text", "deepseek_v2"])
 def test_packed_weights_compute_what_gguf_unpacks_them_to(name, wanted, tmp_path):

@@ -57,6 +57,7 @@ def preload_threads() -> list[threading.Thread]:
     return [t for t in threading.enumerate() if t.name == "moe-infinity-fill"]
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("host_memory", ["5%", "25%", "70%", "100%"])
 @pytest.mark.parametrize("preload", ["off", "idle", "wait"])
 def test_no_token_depends_on_it(tiny_checkpoint, expected, host_memory, preload):

@@ -82,18 +82,21 @@ def test_a_number_that_no_model_has_is_named_with_its_limit(
         assert "\n" not in str(raised.value)
 
 
-def test_no_default_of_a_class_is_refused():
+@pytest.mark.sample(8)
+@pytest.mark.parametrize("first", range(8))
+def test_no_default_of_a_class_is_refused(first):
     num_checked = 0
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for make in dict(CONFIG_MAPPING).values():
+        for name in [*CONFIG_MAPPING.keys()][first::8]:
+            make = CONFIG_MAPPING[name]
             with suppress(Exception):  # of parts that have no defaults
                 text = json.dumps(make().to_dict(), default=str)
                 num_checked += 1
                 check_config(Path(make.__name__), json.loads(text), trust_remote_code=False)
                 num_allowed = num_checked
             assert num_checked == num_allowed, make
-    assert num_checked > 300
+    assert num_checked > 300 // 8
 
 
 def test_every_rule_allows_its_bounds_and_nothing_beyond():

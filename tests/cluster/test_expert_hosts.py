@@ -80,6 +80,7 @@ def asked_of(moe: ClusterMoE) -> dict[int, int]:
 # equal
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("is_exact", [False, True])
 def test_hosts_change_no_bit(name, is_exact, placement, tmp_path):

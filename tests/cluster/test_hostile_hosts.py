@@ -160,6 +160,7 @@ GIVEN_UP = {
 }  # fmt: skip
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("kind", GIVEN_UP)
 def test_a_host_that_answers_anything_else_is_given_up_and_no_bit_changes(
     kind, checkpoint, alone, placement, caplog

@@ -27,6 +27,7 @@ def expected(tiny_checkpoint):
         return greedy(moe), greedy(moe, LONG_PROMPT)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("prefetch", [False, True])
 @pytest.mark.parametrize("budgets", [("30%", "100%"), ("100%", "100%"), ("30%", "60%")], ids=str)
 def test_what_is_being_preloaded_is_waited_for_and_read_once(
