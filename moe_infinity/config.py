@@ -23,7 +23,7 @@ EXACT_IMPLEMENTATIONS = ("grouped_mm", "eager")
 EXPERTS_IMPLEMENTATIONS = ("auto", "fast", *EXACT_IMPLEMENTATIONS)
 EXPERT_DTYPES = ("int4", "int8", "fp8")
 PRELOADS = ("off", "idle", "wait")
-GPU_ENGINES = ("host", "graphs")
+GPU_ENGINES = ("auto", "graphs", "host")
 DEVICE = re.compile(r"auto|cpu|mps|cuda(:\d+)?")
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 
@@ -56,8 +56,9 @@ class OffloadConfig:
     expert_dtype: str | None = None  # pack experts into one of EXPERT_DTYPES as they are loaded
     exact: bool = False  # the bits of transformers, more slowly; short for "grouped_mm" below
     experts_implementation: str = "auto"  # how experts compute, see EXPERTS_IMPLEMENTATIONS
-    # Drives a GPU: "host", or "graphs", an experimental engine that has never run on one.
-    gpu_engine: str = "host"
+    # Drives a GPU: "graphs" lets it decide and replays decode steps as CUDA graphs; with "host" the
+    # CPU reads each layer's routing; "auto" takes graphs where the model allows it.
+    gpu_engine: str = "auto"
     trust_remote_code: bool = False  # run Python code that the checkpoint brings with it
     num_read_threads: int = 4  # experts read at once, and threads that share their bytes
 

@@ -40,7 +40,7 @@ from moe_infinity.checkpoint.kind import load_tokenizer
 from moe_infinity.checkpoint.loading import LoadedModel, load_without_experts, signature_of
 from moe_infinity.config import OffloadConfig
 from moe_infinity.engine import hooks
-from moe_infinity.engine.build import build_experts, gpu_engine
+from moe_infinity.engine.build import build_experts, on_gpu
 from moe_infinity.engine.device import ComputeDevice
 from moe_infinity.engine.engine import LocalExperts
 from moe_infinity.engine.experts import Experts
@@ -111,8 +111,7 @@ class MoE:
             hooks.attach(self.model, layers, self._experts, early_router)
             self._steps = StepReader(self.model, self._experts)
             self._small_batches = self._device.small_batch_steps(self.model, early_router)
-            for layer in layers:
-                layer.note_state()  # from here on we change no module, and notice who does
+            self._experts.note_state()
             if self.config.preload != "off":
                 self.engine.start_preloading()
 
@@ -140,9 +139,7 @@ class MoE:
             device_slots=self._device.slots,
             early_router=early_router,
         )
-        if self.config.gpu_engine == "host":
-            return local
-        return gpu_engine(self.config.gpu_engine)(local, self.model, loaded.plan, self.config)
+        return on_gpu(local, self.model, loaded.plan, self.config)
 
     @property
     def engine(self) -> LocalExperts:

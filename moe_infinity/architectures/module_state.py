@@ -6,8 +6,9 @@ computes is noted when a kernel takes its place, and compared before each call o
 anything differs, the module's own code runs.
 
     of each module       its class, attributes, children, parameters, buffers, hooks
-    of a parameter       which tensor it is, where its memory is, and the contents of vectors, since
-                         kernels copy those; they read matrices where they are
+    of a parameter       which tensor it is, where its memory is, and on a CPU the contents of
+                         vectors, since kernels copy those; they read matrices where they are, and
+                         those of a GPU everything
     of its class         the methods, and the functions that `forward` names
     of its config        the values that its methods read, such as which attention function is used
     of the process       hooks on all modules, modes of torch that see every function, autocast
@@ -19,14 +20,14 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from itertools import chain
-from operator import itemgetter
+from operator import itemgetter, methodcaller
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_modules
 from torch.utils._device import DeviceContext
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import output_capturing
 
 from moe_infinity.kernels.cpu.same_bytes import KeptContents
@@ -72,13 +73,16 @@ class ModuleState:
         self._values = tuple(chain.from_iterable(self._views))
         self._names = [names for kind in classes if (names := _names_in(kind.forward))]
         self._names += _config_values_of(modules)
+        whole = (module for module in modules if isinstance(module, PreTrainedModel))
+        self._names += [(methodcaller("get", "forward"), vars(module)) for module in whole]
         self._named = [read(namespace) for read, namespace in self._names]
         tensors = [x for m in modules for x in (*m._parameters.values(), *m._buffers.values())]
         self._tensors = [x for x in tensors if x is not None]
         self._addresses = [*map(Tensor.data_ptr, self._tensors)]
         self._matrices = [x for x in self._tensors if x.dim() > 1]
         self._strides = [*map(Tensor.stride, self._matrices)]
-        self._vectors = KeptContents([x for x in self._tensors if x.dim() < 2])
+        vectors = [x for x in self._tensors if x.dim() < 2]
+        self._vectors = KeptContents([x for x in vectors if x.device.type == "cpu"])
 
     def change(self) -> str | None:
         """Return what is different now, in the words of a report; None if nothing is."""
@@ -121,8 +125,13 @@ class ModuleState:
 
 
 def _mappings_of_modules(modules: Sequence[nn.Module]) -> list[Mapping[str, Any]]:
-    """Return the attributes, children, parameters and buffers."""
-    return [d for m in modules for d in (vars(m), m._modules, m._parameters, m._buffers)]
+    """Return the attributes, children, parameters and buffers. Whole models keep notes in their
+    attributes while they run: of those only a patched `forward` counts.
+    """
+    found: list[Mapping[str, Any]] = [
+        vars(module) for module in modules if not isinstance(module, PreTrainedModel)
+    ]
+    return found + [d for m in modules for d in (m._modules, m._parameters, m._buffers)]
 
 
 def _mappings_of_classes(classes: Iterable[type]) -> list[Mapping[str, Any]]:
@@ -178,6 +187,7 @@ def is_watched() -> bool:
         torch.compiler.is_compiling()
         or any(HOOKS_ON_ALL)
         or torch.is_autocast_enabled("cpu")
+        or torch.is_autocast_enabled("cuda")
         or torch._C._len_torch_dispatch_stack() > 0
         or _functions() != FUNCTIONS
         or (torch._C._len_torch_function_stack() > 0 and _is_in_foreign_mode())

@@ -95,6 +95,10 @@ class RemoteExperts:
             self._local.run_recorded_layer(moe_layer_idx, routing, lost, work)
         return work.sum()
 
+    def note_state(self) -> None:
+        """Note what the modules of the experts are like."""
+        self._local.note_state()
+
     def leave_step(self) -> None:
         """End a pass that did not reach its last layer; it is not recorded."""
         self._local.leave_step()

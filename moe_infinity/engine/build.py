@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from importlib import import_module
 
 import numpy as np
 from numpy.typing import NDArray
+from transformers import PreTrainedModel
 
 from moe_infinity.architectures.early_router import EarlyRouter
 from moe_infinity.cache.policies import ACTIVATION_AWARE, make_policy
@@ -23,6 +23,7 @@ from moe_infinity.engine.experts import Experts
 from moe_infinity.engine.kernel_trial import use_kernel
 from moe_infinity.engine.layer import LayerPath
 from moe_infinity.engine.preloader import Preloader
+from moe_infinity.errors import ConfigError
 from moe_infinity.experts import ExpertKey
 from moe_infinity.memory.device import DeviceSlots
 from moe_infinity.memory.mover import Mover
@@ -34,14 +35,31 @@ from moe_infinity.predict.predictor import Predictor
 logger = logging.getLogger(__name__)
 
 
-# Other ways to drive a GPU, by the option gpu_engine. The core imports none of them.
-OTHER_GPU_ENGINES = {"graphs": "moe_infinity.experimental.gpu.engine"}
+def has_graphs(local: LocalExperts) -> bool:
+    """Return True if experts compute on a device that has CUDA graphs."""
+    slots = local.tiers[0].slots
+    return isinstance(slots, DeviceSlots) and slots.device.type == "cuda"
 
 
-def gpu_engine(name: str) -> Callable[..., Experts]:
-    """`build_device_experts(local, model, plan, config)` of the engine of this name."""
-    build: Callable[..., Experts] = import_module(OTHER_GPU_ENGINES[name]).build_device_experts
-    return build
+def on_gpu(
+    local: LocalExperts, model: PreTrainedModel, plan: Plan, config: OffloadConfig
+) -> Experts:
+    """Return what drives the GPU, by the option `gpu_engine`: these experts themselves, or the
+    engine with CUDA graphs, which is imported only then. Raises ConfigError if the model cannot
+    have the one that was asked for.
+    """
+    is_automatic = config.gpu_engine == "auto"
+    if config.gpu_engine == "host" or (is_automatic and not has_graphs(local)):
+        return local
+    from moe_infinity.experimental.gpu.engine import build_device_experts
+
+    try:
+        return build_device_experts(local, model, plan, config)
+    except ConfigError as error:
+        if not is_automatic:
+            raise
+        logger.info("the host decides each layer: %s", error)
+        return local
 
 
 def build_experts(
@@ -138,8 +156,7 @@ def _layer_path(
         )
         for layer, recipes in zip(plan.layers, plan.recipes, strict=True)
     ]
-    is_driven_here = config.gpu_engine == "host"  # another engine has kernels of its own
-    if isinstance(tier.slots, DeviceSlots) and is_driven_here and not config.is_exact:
+    if isinstance(tier.slots, DeviceSlots) and not config.is_exact:
         is_required = config.experts_implementation == "fast"
         use_kernel(plan, computers, tier.slots, is_required=is_required)
     _warn_of_slow_experts(plan, computers)

@@ -103,6 +103,10 @@ class LayerComputer:
         self.how = by_torch if self.by_kernels is None else by_kernels
         self.is_slow = self._is_packed and not is_exact and self.by_kernels is None
 
+    def note_state(self) -> None:
+        """Note what the layer's modules are like, for which kernels compute."""
+        self._layer.note_state()
+
     @property
     def path_taken(self) -> PathTaken:
         """Return what the report says of the layer's experts, as of now."""

@@ -195,6 +195,11 @@ class LocalExperts:
             self.path.recover()
             self._ongoing = self._ongoing._replace(is_unfinished=False)
 
+    def note_state(self) -> None:
+        """Note what the modules of the experts are like."""
+        for computer in self.path.computers:
+            computer.note_state()
+
     def leave_step(self) -> None:
         """End a pass that did not reach its last layer; it is not recorded."""
         self.recorder.drop_incomplete_step()

@@ -37,6 +37,9 @@ class Experts(Protocol):
         expert cannot be read, Cancelled if the caller has cancelled the prompt.
         """
 
+    def note_state(self) -> None:
+        """Note what the modules are like: from here on we change none, and notice who does."""
+
     def leave_step(self) -> None:
         """End a pass that did not reach its last layer; it is not recorded."""
 

@@ -29,7 +29,6 @@ from torch import Tensor
 
 from moe_infinity.engine.bookkeeping import Bookkeeping
 from moe_infinity.engine.slots import PairWork
-from moe_infinity.errors import ConfigError
 from moe_infinity.experimental.gpu.device_table import DeviceTable
 from moe_infinity.experimental.gpu.kernels import Kernels
 from moe_infinity.experimental.gpu.reports import ReportPoller, evict_all
@@ -108,11 +107,11 @@ class DeviceSteps:
 
     def begin_step(self, step: Step) -> bool:
         """Begin a forward pass. Returns False if the host decides in it."""
-        self.reset()
         num_pairs = step.num_tokens * max(self.top_k.values(), default=MAX_PAIRS + 1)
         if step.phase is not Phase.DECODE or num_pairs > MAX_PAIRS or not self._may_decide():
-            self._leave_to_host()
+            self.leave_to_host()
             return False
+        self.reset()
         is_uploaded = self._state is StepState.IDLE
         self.poller.finish_step()
         self._state = StepState.UPDATING
@@ -123,18 +122,11 @@ class DeviceSteps:
         return True
 
     def _may_decide(self) -> bool:
-        """True once HOST has all experts, where the device can read them. Raises ConfigError if the
-        machine does not lock as much memory.
-        """
+        """True once HOST has all experts in page-locked memory, where the device can read them."""
         slots = self._host.slots
         assert isinstance(slots, SourceSlots), slots
-        if slots.is_refused:
-            raise ConfigError(
-                "gpu_engine='graphs' reads experts from page-locked memory, and this machine does "
-                "not lock as much\n"
-                "hint: use gpu_engine='host'"
-            )
-        return self._host.table.num_resident == self._bookkeeping.total_experts
+        is_complete = self._host.table.num_resident == self._bookkeeping.total_experts
+        return is_complete and not slots.is_refused
 
     def finish_step(self) -> bool:
         """Wait for the step under way and apply its reports. Returns False, and does nothing, if it
@@ -154,8 +146,9 @@ class DeviceSteps:
         self.reset()
         self.finish_step()
 
-    def _leave_to_host(self) -> None:
+    def leave_to_host(self) -> None:
         """Wait, and let the host decide from now on."""
+        self.reset()
         if self._state is StepState.IDLE:
             self.finish_step()
             self._forget()

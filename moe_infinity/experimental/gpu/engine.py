@@ -9,12 +9,11 @@ modules around the experts    few kernels each, where that gives what their own 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from moe_infinity.architectures.adapters import ExpertCalls
@@ -25,13 +24,11 @@ from moe_infinity.engine.engine import LocalExperts, anonymous_step
 from moe_infinity.engine.expert_kernels import slot_layer
 from moe_infinity.engine.slots import PairWork, SlotBackend
 from moe_infinity.errors import Cancelled, ConfigError, UnsupportedModelError
-from moe_infinity.experimental.gpu.attention_modules import fuse_attention
 from moe_infinity.experimental.gpu.device_steps import DeviceSteps
+from moe_infinity.experimental.gpu.fused_modules import FusedModules
 from moe_infinity.experimental.gpu.graphed_step import GraphedStep
 from moe_infinity.experimental.gpu.kernels import Kernels, kernels_for
 from moe_infinity.experimental.gpu.kernels.packed_matrix import any_matrix, splits_words
-from moe_infinity.experimental.gpu.residuals import find_norms, fuse_layers
-from moe_infinity.experimental.gpu.routers import fuse_mlps, fuse_routers
 from moe_infinity.experts import Ints, Routing, Step
 from moe_infinity.kernels.triton import has_triton
 from moe_infinity.kernels.triton.slot_mlp import SlotMlp
@@ -68,8 +65,7 @@ class DeviceExperts:
         local.description = f"{plan.packing or 'as stored'}, by the experimental engine"
         self.device_steps = DeviceSteps(local.bookkeeping, mlps, kernels)
         with _without_experts(model, plan):
-            self.fused = FusedModules(model, kernels)
-            self.graphed = GraphedStep(model, self.device_steps)
+            self.graphed = GraphedStep(model, self.device_steps, FusedModules(model, kernels))
 
     @property
     def local(self) -> LocalExperts:
@@ -81,7 +77,10 @@ class DeviceExperts:
         with self._local.deciding:
             self._note_coming()
             self._local.recover()
-            if not self.device_steps.begin_step(step):
+            if not self.graphed.look() or self._local.path.is_prefetching:
+                self.device_steps.leave_to_host()
+                self._local.begin_step(step)
+            elif not self.device_steps.begin_step(step):
                 self._local.begin_step(step)
 
     def layer(
@@ -96,7 +95,7 @@ class DeviceExperts:
             self.begin_step(anonymous_step(num_tokens))
         try:
             pointers_E = self._pointers_of_residents(moe_layer_idx)
-            if pointers_E is None:
+            if pointers_E is None or self.graphed.change is not None:
                 self._note_coming()
                 return self._local.layer(moe_layer_idx, *given)
             self._note_later(moe_layer_idx, top_k_index_TK)
@@ -135,6 +134,11 @@ class DeviceExperts:
         for moe_layer_idx, top_k_index_TK in self._coming.take():
             self._local.bookkeeping.note_residents(moe_layer_idx, top_k_index_TK)
 
+    def note_state(self) -> None:
+        """Note what all modules of the model are like."""
+        self._local.note_state()
+        self.graphed.note_state()
+
     def leave_step(self) -> None:
         """End a pass that did not reach its last layer. A step of the device that was interrupted
         is not recorded when it is reset.
@@ -154,9 +158,8 @@ class DeviceExperts:
         self.device_steps.check_invariants()
 
     def close(self) -> None:
-        """Give the modules of the model their own code back, and close the experts."""
+        """Give the model its own forward method back, and close the experts."""
         self.graphed.close()
-        self.fused.close()
         self.synchronize()
         self._local.close()
 
@@ -180,30 +183,6 @@ class ComingRouting:
         layers = [(moe_layer_idx, index_TK.numpy()) for moe_layer_idx, index_TK in self._layers]
         self._layers.clear()
         return layers
-
-
-class FusedModules:
-    """Modules of a model that compute in fewer kernels than their own code launches. They have
-    other forward methods, until close().
-    """
-
-    def __init__(self, model: nn.Module, kernels: Kernels) -> None:
-        norms = find_norms(model, kernels)
-        found: list[tuple[nn.Module, Callable[..., Any]]] = [
-            *((module, norm.forward) for module, norm in norms.items()),
-            *fuse_attention(model, kernels),
-            *fuse_routers(model, kernels),
-            *fuse_mlps(model, kernels),
-            *fuse_layers(model, norms),
-        ]
-        self.modules = [module for module, _ in found]
-        for module, forward in found:
-            vars(module)["forward"] = forward
-
-    def close(self) -> None:
-        """Give the modules their own forward back."""
-        for module in self.modules:
-            vars(module).pop("forward", None)
 
 
 class _NoExperts:
@@ -251,7 +230,7 @@ def build_device_experts(
     if obstacles:
         raise ConfigError(
             f"gpu_engine='graphs' cannot run this model: {', '.join(obstacles)}\n"
-            "hint: use gpu_engine='host'"
+            "hint: gpu_engine='auto' runs it without"
         )
     return DeviceExperts(local, model, plan, mlps, kernels_for(local.tiers[0].slots.device))
 
@@ -259,14 +238,14 @@ def build_device_experts(
 def _obstacles(local: LocalExperts, model: PreTrainedModel, config: OffloadConfig) -> Iterator[str]:
     if config.is_exact:
         yield "its results are not exact"
-    if config.prefetch or config.early_router:
-        yield "it does not prefetch"
+    if config.early_router:
+        yield "it does not ask routers early"
     if model.config.is_encoder_decoder:
         yield "the model has an encoder"
     if len(local.tiers) == 1:
         yield "there is no CUDA GPU"
         return
-    if local.tiers[1].slots.num_slots < local.bookkeeping.total_experts:
-        yield "host_memory has no room for all experts"
     if local.tiers[0].slots.device.type == "cuda" and not has_triton():
         yield "triton is not installed"
+    elif config.gpu_engine == "auto":
+        yield from {c.how for c in local.path.computers if not isinstance(c.verdict, Found)}

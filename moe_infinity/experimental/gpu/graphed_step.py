@@ -4,9 +4,10 @@
     one token of each sequence           attention by our kernels
         if the device decides            as a CUDA graph, one for each number of sequences
 
-GraphedStep replaces `model.forward`. The inputs of a graph are all tensors among the arguments. The
-other arguments are part of it, and so are the addresses of recurrent states, which a layer changes
-in place: if they change, another one is captured.
+GraphedStep replaces `model.forward`. If somebody has changed, hooked or patched anything inside the
+model, all of it runs its own code (architectures/module_state.py). The inputs of a graph are all
+tensors among the arguments. The other arguments are part of it, and so are the addresses of
+recurrent states, which a layer changes in place: if they change, another one is captured.
 
 Private names of torch used here: `torch.utils._pytree`, and two of `torch._C` (`_leave_pool`).
 """
@@ -29,6 +30,7 @@ from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
 from moe_infinity.architectures.attention_inputs import CACHE_NAMES, cache_in, cache_parameter
+from moe_infinity.architectures.module_state import ModuleState
 from moe_infinity.architectures.trial import Found
 from moe_infinity.experimental.gpu.cached_step import (
     AttentionSwitch,
@@ -37,6 +39,7 @@ from moe_infinity.experimental.gpu.cached_step import (
     try_steps,
 )
 from moe_infinity.experimental.gpu.device_steps import DeviceSteps
+from moe_infinity.experimental.gpu.fused_modules import FusedModules
 from moe_infinity.memory.cuda import CAPTURING
 
 logger = logging.getLogger(__name__)
@@ -61,12 +64,15 @@ class _Graph:
 class GraphedStep:
     """Runs the forward passes of one model."""
 
-    def __init__(self, model: PreTrainedModel, steps: DeviceSteps) -> None:
+    def __init__(self, model: PreTrainedModel, steps: DeviceSteps, fused: FusedModules) -> None:
         """Replaces `model.forward` until close(). The model is tried, so its experts have to
         answer.
         """
         self._model = model
         self._steps = steps
+        self._fused = fused
+        self._state: ModuleState | None = None  # None: nobody else has the model yet
+        self.change: str | None = None  # of the modules, since then
         self._forward: Callable[..., Any] = model.forward
         self._stream = new_stream(model.device)
         self._may_capture = has_graphs(model.device)
@@ -90,12 +96,27 @@ class GraphedStep:
         """True if the last step was a graph."""
         return self._is_graph
 
+    def note_state(self) -> None:
+        """Note what the modules are like, with all that we change of them."""
+        modules = list(self._model.modules())
+        self._state = ModuleState(modules[1:], around=modules[:1])
+
+    def look(self) -> bool:
+        """Return True if no module has changed. For each pass, before it begins."""
+        before = self.change
+        self.change = None if self._state is None else self._state.change()
+        if self.change is not None and before is None:
+            logger.warning("the model runs its own code, which is slower: %s", self.change)
+        return self.change is None
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self._is_graph = False
+        if self.change is not None:
+            return self._forward(*args, **kwargs)
         cached = None if args else self._cached_step(kwargs)
         with self._running():
             if cached is None:
-                return self._forward(*args, **kwargs)
+                return self._compute(*args, **kwargs)
             with cached.under_way(), self._switch.to():
                 out = self._run(cached, kwargs | {MASK: None})
         cached.take()
@@ -123,7 +144,7 @@ class GraphedStep:
     def _run(self, cached: CachedStep, kwargs: dict[str, Any]) -> Any:
         """One step, as a graph if one like it has run before."""
         if not self._steps.is_running or not self._may_capture:
-            return self._forward(**kwargs)
+            return self._compute(**kwargs)
         rest = {name: value for name, value in kwargs.items() if name not in CACHE_NAMES}
         cache = cache_in(kwargs)
         values, spec = tree_flatten(rest)
@@ -144,7 +165,7 @@ class GraphedStep:
             graph.shapes = dict(self._steps.poller.shapes)
         if graph.replay is None:
             graph.num_eager += 1
-            return self._forward(**kwargs)
+            return self._compute(**kwargs)
         for place, value in zip(graph.inputs, values, strict=True):
             if isinstance(value, Tensor):
                 place.copy_(value)
@@ -155,7 +176,7 @@ class GraphedStep:
     def _captured(self, cached: CachedStep, kwargs: dict[str, Any]) -> Callable[[], Any] | None:
         def run() -> Any:
             with cached.without_lengths():
-                return self._forward(**kwargs)
+                return self._compute(**kwargs)
 
         try:
             with self._steps.capturing():
@@ -167,6 +188,10 @@ class GraphedStep:
             logger.warning("no CUDA graph of a decode step, it runs kernel by kernel: %s", cause)
             logger.info("where its capture failed", exc_info=error)
             return None
+
+    def _compute(self, *args: Any, **kwargs: Any) -> Any:
+        with self._fused.installed():
+            return self._forward(*args, **kwargs)
 
     def forget(self) -> None:
         """Drop the graphs: others are captured as steps come."""

@@ -42,7 +42,7 @@ def let_the_host_decide(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def begin(self: DeviceSteps, step: Any) -> bool:
         self.reset()
-        self._leave_to_host()
+        self.leave_to_host()
         return False
 
     monkeypatch.setattr(DeviceSteps, "begin_step", begin)

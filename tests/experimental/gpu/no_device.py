@@ -25,6 +25,7 @@ from moe_infinity.experimental.gpu.attention_modules import FusedAttention
 from moe_infinity.experimental.gpu.cached_step import CachedStep, Place
 from moe_infinity.experimental.gpu.device_steps import StepState
 from moe_infinity.experimental.gpu.device_table import DeviceTable
+from moe_infinity.experimental.gpu.fused_modules import FusedModules
 from moe_infinity.experimental.gpu.graphed_step import GraphedStep
 from moe_infinity.experimental.gpu.kernels import kernels_for
 from moe_infinity.experimental.gpu.routers import FusedMlp
@@ -92,7 +93,7 @@ def tree_of_nowhere(values: list[Any], spec: TreeSpec) -> Any:
     return tree_unflatten(there, spec)
 
 
-def move(model: PreTrainedModel, cache: DynamicCache) -> None:
+def move(model: PreTrainedModel, fused: FusedModules, cache: DynamicCache) -> None:
     """All that a step reads but its inputs. For good: there is no way back."""
     for module in model.modules():
         for name, param in module._parameters.items():
@@ -101,9 +102,9 @@ def move(model: PreTrainedModel, cache: DynamicCache) -> None:
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[name] = nowhere(buffer)
-    fused = [getattr(vars(m).get("forward"), "__self__", None) for m in model.modules()]
-    ways = [each.products for each in fused if isinstance(each, FusedAttention)]
-    joined = [*ways, *(each for each in fused if isinstance(each, FusedMlp))]
+    owners = [getattr(forward, "__self__", None) for _, forward in fused.forwards]
+    ways = [each.products for each in owners if isinstance(each, FusedAttention)]
+    joined = [*ways, *(each for each in owners if isinstance(each, FusedMlp))]
     for held in map(vars, joined):  # weights of several modules as one
         held.update({k: nowhere(v) for k, v in held.items() if isinstance(v, Tensor)})
     for layer in cache.layers:
@@ -147,10 +148,10 @@ class Captured(BaseException):
 
     def __init__(self, step: GraphedStep, cached: CachedStep, kwargs: dict[str, Any]) -> None:
         self.model, self._cached = step._model, cached
-        self._forward, self._steps, self._switch = step._forward, step._steps, step._switch
+        self._compute, self._steps, self._switch = step._compute, step._steps, step._switch
         values, spec = tree_flatten({k: v for k, v in kwargs.items() if k != CACHE})
         self._kwargs = {CACHE: kwargs[CACHE]} | tree_of_nowhere(values, spec)
-        move(self.model, kwargs[CACHE])
+        move(self.model, step._fused, kwargs[CACHE])
         numbers = [nowhere(place.numbers) for place in cached._places]
         cached._places = [Place(each, KERNELS) for each in numbers]
         self._steps.kernels = KERNELS
@@ -158,7 +159,7 @@ class Captured(BaseException):
     def run(self) -> Tensor:
         self._steps._state = StepState.RUNNING
         with self._cached.under_way(), self._cached.without_lengths(), self._switch.to():
-            logits: Tensor = as_captured(lambda: self._forward(**self._kwargs)).logits
+            logits: Tensor = as_captured(lambda: self._compute(**self._kwargs)).logits
         return logits
 
 

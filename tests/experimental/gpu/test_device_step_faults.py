@@ -23,7 +23,13 @@ from moe_infinity.experimental.gpu.kernels import reference
 from moe_infinity.experimental.gpu.reports import ReportPoller
 from moe_infinity.kernels.triton import reference as of_experts
 from tests.cache_name import CACHE
-from tests.experimental.gpu.fast_device import CACHES, STATIC, on_device, tokens_of_the_host
+from tests.experimental.gpu.fast_device import (
+    CACHES,
+    STATIC,
+    experts_of,
+    on_device,
+    tokens_of_the_host,
+)
 from tests.experimental.gpu.recorded_graph import record_graphs, tokens_without_graph
 from tests.on_device import LONG_PROMPT, PROMPT, assert_same_tokens, greedy
 
@@ -198,9 +204,11 @@ def test_a_layer_that_runs_twice_in_a_step_is_refused(tiny_checkpoint, expected)
         layer = moe.model.model.layers[1].mlp
         forward = layer.forward
         layer.forward = lambda x: forward(x) + 0 * forward(x.flip(-1))
+        experts_of(moe).graphed.note_state()  # as if the model were one like this
         with pytest.raises(UnsupportedModelError, match="MoE layer 1 ran twice in one step"):
             greedy(moe)
-        layer.forward = forward
+        del layer.forward
+        experts_of(moe).graphed.note_state()
         assert_same_tokens(moe, expected)
 
 

@@ -15,6 +15,7 @@ import torch
 
 from moe_infinity import MoE
 from moe_infinity.cache.activation_aware import ActivationAware
+from moe_infinity.engine import build, kernel_trial
 from moe_infinity.errors import ConfigError
 from moe_infinity.experimental.gpu import engine
 from moe_infinity.experimental.gpu.device_steps import DeviceSteps
@@ -235,12 +236,22 @@ def test_the_device_decides_once_host_has_all_experts(tiny_checkpoint, monkeypat
         assert_same_tokens(moe, expected)
 
 
-def test_memory_that_cannot_be_page_locked_is_refused_and_says_what_to_do(tiny_checkpoint):
-    cuda_device = FakeCudaDevice(is_locking=False)
-    with fake_device(cuda_device), MoE(tiny_checkpoint, device_memory="30%", **GRAPHS) as moe:
-        for _ in range(2):
-            with pytest.raises(ConfigError, match="page-locked .*\nhint: use gpu_engine='host'"):
-                greedy(moe)
+@pytest.mark.parametrize(
+    ("is_locking", "options"),
+    [(False, {}), (True, {"host_memory": "60%"}), (True, {"prefetch": True})],
+    ids=["no page-locked memory", "a small host", "prefetches"],
+)
+def test_the_host_decides_where_the_device_cannot_and_no_token_changes(
+    tiny_checkpoint, is_locking, options
+):
+    expected = tokens_of_the_host(tiny_checkpoint)
+    options = {"device_memory": "30%", **GRAPHS, **options}
+    cuda_device = FakeCudaDevice(is_locking=is_locking)
+    with fake_device(cuda_device), MoE(tiny_checkpoint, options) as moe:
+        moe.preload()
+        assert_same_tokens(moe, expected)
+        assert not experts_of(moe).device_steps.has_begun
+        assert moe.report().decode.hits < moe.report().decode.lookups
 
 
 def refused(folder: Any, cuda_device: FakeCudaDevice | None = None, **options: Any) -> str:
@@ -249,7 +260,7 @@ def refused(folder: Any, cuda_device: FakeCudaDevice | None = None, **options: A
     with ExitStack() as doubles:
         if cuda_device is not None:
             doubles.enter_context(fake_device(cuda_device))
-        with pytest.raises(ConfigError, match="\nhint: use gpu_engine='host'") as error:
+        with pytest.raises(ConfigError, match="\nhint: gpu_engine='auto'") as error:
             MoE(folder, **budgets, **GRAPHS | options)
     return str(error.value)
 
@@ -257,8 +268,29 @@ def refused(folder: Any, cuda_device: FakeCudaDevice | None = None, **options: A
 def test_what_it_cannot_work_with_is_an_error_with_a_hint(tiny_checkpoint, tmp_path):
     assert "there is no CUDA GPU" in refused(tiny_checkpoint)
     device = FakeCudaDevice
-    assert "no room for all experts" in refused(tiny_checkpoint, device(), host_memory="60%")
-    assert "it does not prefetch" in refused(tiny_checkpoint, device(), prefetch=True)
+    assert "ask routers early" in refused(
+        tiny_checkpoint, device(), early_router=True, prefetch=True
+    )
     assert "its results are not exact" in refused(tiny_checkpoint, device(), exact=True)
     tiny_model(architectures_in("dbrx")[-1]).save_pretrained(tmp_path)
     assert "kernels do not read all of its experts" in refused(tmp_path, device())
+
+
+def test_a_gpu_has_graphs_where_the_model_allows_it(tiny_checkpoint, monkeypatch):
+    """By default. Else, as without kernels that agree with torch, the host decides."""
+
+    def is_driven_by_graphs(**options: Any) -> bool:
+        with fake_device(FakeCudaDevice()), MoE(tiny_checkpoint, options) as moe:
+            return isinstance(moe._experts, engine.DeviceExperts)
+
+    assert not is_driven_by_graphs()
+    monkeypatch.setattr(build, "has_graphs", lambda local: True)
+    assert not is_driven_by_graphs()  # no kernel was tried
+    monkeypatch.setattr(kernel_trial, "pair_kernels", lambda device: kernels_for(device).pairs)
+    assert is_driven_by_graphs()
+    assert is_driven_by_graphs(host_memory="40%")
+    assert is_driven_by_graphs(prefetch=True)
+    assert not is_driven_by_graphs(exact=True)
+    assert not is_driven_by_graphs(gpu_engine="host")
+    monkeypatch.setattr(kernel_trial, "disagreement", lambda *_: "it is far away")
+    assert not is_driven_by_graphs()

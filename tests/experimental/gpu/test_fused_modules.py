@@ -11,16 +11,14 @@ from transformers import DynamicCache
 
 from moe_infinity.architectures.adapters import CALL_ATTRIBUTE
 from moe_infinity.architectures.trial import FellBack, Found
-from moe_infinity.experimental.gpu.attention_modules import FusedAttention, fuse_attention
+from moe_infinity.experimental.gpu.attention_modules import fuse_attention
 from moe_infinity.experimental.gpu.cached_step import AttentionSwitch, CachedSteps
-from moe_infinity.experimental.gpu.engine import FusedModules
 from moe_infinity.experimental.gpu.kernels import kernels_for
 from moe_infinity.experimental.gpu.residuals import find_norms, fuse_layers, parts_of
 from moe_infinity.experimental.gpu.routers import (
     FusedMlp,
     activation_of,
     fuse_routers,
-    is_as_before,
     joined,
     try_router,
 )
@@ -138,18 +136,6 @@ def test_attention_modules_are_found_and_give_what_their_own_code_gives(folder):
         torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
 
 
-def test_a_part_that_was_replaced_is_not_passed_over():
-    model = model_of("mixtral")
-    fused = FusedModules(model, PLAIN)
-    module = model.model.layers[0].self_attn
-    forward = vars(module)["forward"].__self__
-    assert isinstance(forward, FusedAttention)
-    assert is_as_before(module, forward._children)
-    module.q_proj = nn.Linear(module.q_proj.in_features, module.q_proj.out_features)
-    assert not is_as_before(module, forward._children)
-    fused.close()
-
-
 def test_joined_weights_are_those_of_the_layers():
     one, other = nn.Linear(4, 3), nn.Linear(4, 2, bias=False)
     before = [one.weight.clone(), other.weight.clone()]
@@ -193,8 +179,6 @@ def test_an_mlp_gives_what_its_own_code_gives():
         assert activation is not None
         fused = FusedMlp(module, activation, PLAIN)
         torch.testing.assert_close(fused.forward(x), expected)
-        module.up_proj.register_forward_hook(lambda *_: torch.zeros(()))
-        assert not fused.forward(x).any()
     assert activation_of(Doubled()) is None
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from moe_infinity.experimental.gpu.engine import FusedModules
+from moe_infinity.experimental.gpu.fused_modules import FusedModules
 from moe_infinity.experimental.gpu.kernels import kernels_for
 from moe_infinity.experimental.gpu.kernels import rows as triton_rows
 from moe_infinity.experimental.gpu.kernels.descriptions import FORMS
@@ -51,12 +51,13 @@ def test_rms_norms_are_found_and_keep_their_bits(folder, is_whole):
 def test_modules_get_their_own_forward_back():
     model = tiny.tiny_model(architectures_in("qwen3_moe")[0])
     fused = FusedModules(model, PLAIN)
-    assert {type(module).__name__ for module in fused.modules} == {
+    modules = [module for module, _ in fused.forwards]
+    assert {type(module).__name__ for module in modules} == {
         "Qwen3MoeRMSNorm", "Qwen3MoeAttention", "Qwen3MoeTopKRouter", "Qwen3MoeDecoderLayer",
     }  # fmt: skip
-    assert all("forward" in vars(module) for module in fused.modules)
-    fused.close()
-    assert not any("forward" in vars(module) for module in fused.modules)
+    with fused.installed():
+        assert all("forward" in vars(module) for module in modules)
+    assert not any("forward" in vars(module) for module in modules)
 
 
 class Counted:
