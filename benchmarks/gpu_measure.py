@@ -136,7 +136,7 @@ def measure(
     same tokens.
     """
     started = time.perf_counter()
-    arithmetic = "exact" if options.get("exact") else options.get("gpu_engine", "host")
+    arithmetic = "exact" if options.get("exact") else options.get("gpu_engine", "graphs")
     with check.model(folder, is_filled=not is_cold, **options) as moe:
         told: dict[str, Any] = {"model": shape.name, "layers": shape.layers, "way": way}
         told["arithmetic"] = arithmetic

@@ -9,7 +9,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from gpu_correct import GRAPHS, machine, near_exact, run_tests, same_tokens
+from gpu_correct import GRAPHS, HOST, machine, near_exact, run_tests, same_tokens
 from gpu_measure import PROMPT, measure, measure_server, measure_stock
 from gpu_models import Shape, deepseek_v2_lite, gpt_oss, qwen3
 from gpu_stage import MEMORY, Bound, Check, Stage
@@ -25,20 +25,20 @@ TESTS = {  # pytest's arguments, and how long they may take
 }
 TESTS_OF_GRAPHS = {
     "graphs, tests of host and device": (
-        ["tests/experimental/gpu/test_device_protocol.py", "-m", "gpu"],
+        ["tests/gpu/test_device_protocol.py", "-m", "gpu"],
         60,
     ),
     "graphs, tests of tiny models": (
-        ["tests/experimental/gpu/test_gpu.py", "-m", "gpu", "-n", "8"],
+        ["tests/gpu/test_gpu.py", "-m", "gpu", "-n", "8"],
         60,
     ),
-    "graphs, tests of kernels": (["tests/experimental/gpu", "-m", "triton", "-n", "12"], 180),
+    "graphs, tests of kernels": (["tests/gpu", "-m", "triton", "-n", "12"], 180),
 }
 ALL: dict[str, Any] = {"device_memory": "100%"}
 BATCHES, PROMPTS = (8, 9, 16, 32), (128, 2048, 8192)
 DECIDES: dict[str, dict[str, Any]] = {  # who, and why
-    "host": {},
-    "host, which prefetches": {"prefetch": True},
+    "host": HOST,
+    "host, which prefetches": {"prefetch": True, **HOST},
     "device": GRAPHS,
 }
 
@@ -51,12 +51,14 @@ def correct(carried: Path, *, is_fake: bool) -> list[Stage]:
     )
     tiny = [replace(shape, layers=3, is_tiny=True) for shape in SHAPES]
     wide = [replace(shape, layers=2, is_tiny=is_fake) for shape in SHAPES]
-    tokens, logits = (partial(run, **GRAPHS) for run in (same_tokens, near_exact))
+    (tokens, logits), (tokens_of_host, logits_of_host) = (
+        [partial(run, **engine) for run in (same_tokens, near_exact)] for engine in (GRAPHS, HOST)
+    )
     return [
         MACHINE,
         tests[0],
-        *(Stage(f"tokens of tiny {shape.name}", 30, same_tokens, shape) for shape in tiny),
-        *(Stage(f"logits of {shape.name}", 30, near_exact, shape) for shape in wide),
+        *(Stage(f"tokens of tiny {shape.name}", 30, tokens_of_host, shape) for shape in tiny),
+        *(Stage(f"logits of {shape.name}", 30, logits_of_host, shape) for shape in wide),
         *tests[1:],
         tests_of_graphs[0],
         *(Stage(f"graphs, tokens of tiny {shape.name}", 30, tokens, shape) for shape in tiny),
@@ -76,8 +78,8 @@ def time(carried: Path, *, is_fake: bool) -> list[Stage]:
     requests = [(batch, PROMPT) for batch in BATCHES] + [(1, length) for length in PROMPTS]
     if is_fake:
         requests = [(3, PROMPT), (1, 128)]
-    profiled = partial(measure, way="default", is_profiled=True, **ALL)
-    more = partial(measure, way="default, other requests", requests=requests, **ALL)
+    profiled = partial(measure, way="host", is_profiled=True, **ALL, **HOST)
+    more = partial(measure, way="host, other requests", requests=requests, **ALL, **HOST)
     by_torch = partial(measure, way="exact", exact=True, **ALL)
     graphs = partial(measure, way="graphs", is_profiled=True, **ALL, **GRAPHS)
     more_graphs = partial(measure, way="graphs, other requests", requests=requests, **ALL, **GRAPHS)

@@ -28,7 +28,7 @@ import torch
 from gpu_models import Shape, write_checkpoint
 
 from moe_infinity import MoE
-from moe_infinity.experimental.gpu.engine import DeviceExperts
+from moe_infinity.gpu.engine import DeviceExperts
 from tests.fake_cuda import FakeCudaDevice, RealClock, fake_device
 
 FORK = multiprocessing.get_context("fork")  # modules are there, and nobody has asked CUDA yet
@@ -217,7 +217,7 @@ class Check:
     # What stages share
 
     def has_graph(self, moe: MoE) -> bool:
-        """Return True if the last step of the experimental engine was a CUDA graph."""
+        """Return True if the last step was a CUDA graph."""
         return isinstance(moe._experts, DeviceExperts) and moe._experts.graphed.has_graph
 
     @contextmanager

@@ -62,7 +62,7 @@ def main() -> None:
     print("| kernel | for | threads | instructions a byte | bytes under way | shared memory |")
     print("|---" * 6 + "|")
     for capability in CAPABILITIES:
-        module = "tests.experimental.gpu.kernels.compile_kernels"
+        module = "tests.gpu.kernels.compile_kernels"
         done = subprocess.run(
             [sys.executable, "-m", module, str(capability), "around_experts"],
             cwd=Path(__file__).parent.parent,

@@ -40,7 +40,7 @@ from moe_infinity.checkpoint.kind import load_tokenizer
 from moe_infinity.checkpoint.loading import LoadedModel, load_without_experts, signature_of
 from moe_infinity.config import OffloadConfig
 from moe_infinity.engine import hooks
-from moe_infinity.engine.build import build_experts, on_gpu
+from moe_infinity.engine.build import build_experts
 from moe_infinity.engine.device import ComputeDevice
 from moe_infinity.engine.engine import LocalExperts
 from moe_infinity.engine.experts import Experts
@@ -139,7 +139,12 @@ class MoE:
             device_slots=self._device.slots,
             early_router=early_router,
         )
-        return on_gpu(local, self.model, loaded.plan, self.config)
+        engine = self.config.gpu_engine
+        if engine == "host" or (engine == "auto" and self._device.slots is None):
+            return local
+        from moe_infinity.gpu.engine import drive
+
+        return drive(local, self.model, loaded.plan, self.config)
 
     @property
     def engine(self) -> LocalExperts:

@@ -71,7 +71,7 @@ IMPORTED_BY = {
     "cli": Rule((*ROOTS, "tools", "cluster"), "the library works without its command line"),
     "server": Rule(("cli", "cluster"), "the library works without its server's packages"),
     "tools": Rule(ROOTS, "what looks at runs and machines is not what runs"),
-    "experimental": Rule((*ROOTS, "engine"), "what is not proven is not what runs by default"),
+    "gpu": Rule(("model",), "a machine without a GPU imports none of it"),
     "entrypoints": Rule((), "commands of an older MoE-Infinity are nothing to build on"),
 }
 

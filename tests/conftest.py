@@ -75,7 +75,7 @@ def pytest_report_header() -> list[str]:
 
 def pytest_configure() -> None:
     if os.environ["TRITON_INTERPRET"] == "0" and not torch.cuda.is_available():
-        from tests.experimental.gpu.kernels.compiled import use_absent_gpu
+        from tests.gpu.kernels.compiled import use_absent_gpu
 
         use_absent_gpu(int(os.environ.get("CAPABILITY", "80")))
 
@@ -88,7 +88,7 @@ def pytest_collection_finish() -> None:
 @pytest.hookimpl(tryfirst=True)  # before slow tests are left out
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if "experimental" in item.path.relative_to(TESTS).parts:
+        if item.path.relative_to(TESTS).parts[0] == "gpu":
             item.add_marker("gpu_code")
     leave_diagonals_fast(marked("grid", items))
     leave_samples_fast(marked("sample", items))
@@ -326,6 +326,6 @@ def command(
 @pytest.fixture
 def graphs(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Captures are recordings (recorded_graph.py); those made, as they come."""
-    from tests.experimental.gpu.recorded_graph import record_graphs
+    from tests.gpu.recorded_graph import record_graphs
 
     return record_graphs(monkeypatch)

@@ -12,8 +12,8 @@ import torch
 
 from moe_infinity import MoE
 from moe_infinity.memory.device import PAGE_BYTES, SourceSlots
-from tests.experimental.gpu.fast_device import STATIC
 from tests.fake_cuda import FakeCudaDevice, fake_device
+from tests.gpu.fast_device import STATIC
 from tests.on_device import greedy
 
 

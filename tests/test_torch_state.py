@@ -13,8 +13,8 @@ import torch
 
 from moe_infinity import MoE
 from tests.cache_name import CACHE
-from tests.experimental.gpu.fast_device import CACHES, on_device
 from tests.fake_cuda import FakeCudaDevice, fake_device
+from tests.gpu.fast_device import CACHES, on_device
 from tests.on_device import LONG_PROMPT, PROMPT, greedy
 
 pytestmark = [pytest.mark.arithmetic, pytest.mark.sample(2)]

@@ -6,7 +6,7 @@ host have to apply its reports?
 For each half of the MoE layers the device has a score of every expert, as it will be after the last
 layer of that half. A miss takes the slot of the resident with the lowest score. Experts of the
 layers up to that last one stay, and so do experts of the current layer that are in use
-(experimental/gpu/device_table.py). The host uploads the scores
+(gpu/device_table.py). The host uploads the scores
 
     once a step         while the step before runs, whose reports it has not applied yet
     layers behind       of a layer's experts, once it has applied the report of that layer; so many
@@ -27,8 +27,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_infinity.cache.activation_aware import ActivationAware
-from moe_infinity.experimental.gpu.device_table import NUM_PARTS
 from moe_infinity.experts import Phase
+from moe_infinity.gpu.device_table import NUM_PARTS
 from moe_infinity.predict.predictor import Predictor
 from moe_infinity.predict.recorder import Recorder
 from moe_infinity.tools.simulator.laboratory import num_slots_of

@@ -169,9 +169,10 @@ class ModelOptions:
     gpu_engine: Annotated[
         str,
         typer.Option(
-            help="Drives a GPU: host, or graphs, an experimental engine that has never run on one."
+            help="Drives a GPU. graphs: CUDA graphs of decode steps; host: layer by layer; "
+            "auto: graphs where the model allows it."
         ),
-    ] = "host"
+    ] = "auto"
     trust_remote_code: TrustRemoteCode = False
 
 

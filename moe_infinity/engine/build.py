@@ -8,7 +8,6 @@ from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
-from transformers import PreTrainedModel
 
 from moe_infinity.architectures.early_router import EarlyRouter
 from moe_infinity.cache.policies import ACTIVATION_AWARE, make_policy
@@ -19,11 +18,9 @@ from moe_infinity.config import OffloadConfig
 from moe_infinity.engine.bookkeeping import Bookkeeping
 from moe_infinity.engine.compute import LayerComputer
 from moe_infinity.engine.engine import LocalExperts
-from moe_infinity.engine.experts import Experts
 from moe_infinity.engine.kernel_trial import use_kernel
 from moe_infinity.engine.layer import LayerPath
 from moe_infinity.engine.preloader import Preloader
-from moe_infinity.errors import ConfigError
 from moe_infinity.experts import ExpertKey
 from moe_infinity.memory.device import DeviceSlots
 from moe_infinity.memory.mover import Mover
@@ -33,33 +30,6 @@ from moe_infinity.predict.planner import PayOff, Prefetcher
 from moe_infinity.predict.predictor import Predictor
 
 logger = logging.getLogger(__name__)
-
-
-def has_graphs(local: LocalExperts) -> bool:
-    """Return True if experts compute on a device that has CUDA graphs."""
-    slots = local.tiers[0].slots
-    return isinstance(slots, DeviceSlots) and slots.device.type == "cuda"
-
-
-def on_gpu(
-    local: LocalExperts, model: PreTrainedModel, plan: Plan, config: OffloadConfig
-) -> Experts:
-    """Return what drives the GPU, by the option `gpu_engine`: these experts themselves, or the
-    engine with CUDA graphs, which is imported only then. Raises ConfigError if the model cannot
-    have the one that was asked for.
-    """
-    is_automatic = config.gpu_engine == "auto"
-    if config.gpu_engine == "host" or (is_automatic and not has_graphs(local)):
-        return local
-    from moe_infinity.experimental.gpu.engine import build_device_experts
-
-    try:
-        return build_device_experts(local, model, plan, config)
-    except ConfigError as error:
-        if not is_automatic:
-            raise
-        logger.info("the host decides each layer: %s", error)
-        return local
 
 
 def build_experts(

@@ -2,7 +2,7 @@
 
     LocalExperts    engine/engine.py      the six steps, in this process; CPU or one GPU
     RemoteExperts   cluster/model.py     some experts on other hosts, the others by LocalExperts
-    others          engine/build.py       ways to drive a GPU, by the option gpu_engine
+    DeviceExperts   gpu/engine.py         a GPU decides, and LocalExperts where it cannot
 
 The model's hooks call `begin_step` before each forward pass, its experts modules call `layer`, and
 `leave_step` ends a pass that an error or Ctrl-C cut short.

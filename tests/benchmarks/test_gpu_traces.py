@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.experimental.gpu.fast_device import CACHES, on_device
-from tests.experimental.gpu.recorded_graph import record_graphs
+from tests.gpu.fast_device import CACHES, on_device
+from tests.gpu.recorded_graph import record_graphs
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 NUM_TOKENS = 6 + 8

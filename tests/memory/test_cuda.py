@@ -1,5 +1,5 @@
 """TorchCudaDevice calls torch in the right order. A stand-in for torch.cuda notes the calls;
-tests/experimental/gpu/test_gpu.py runs the same on a GPU.
+tests/gpu/test_gpu.py runs the same on a GPU.
 """
 
 from __future__ import annotations

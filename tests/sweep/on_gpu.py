@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from moe_infinity import ConfigError, MoEInfinityError
-from moe_infinity.experimental.gpu import cached_step
-from moe_infinity.experimental.gpu.device_steps import DeviceSteps
-from tests.experimental.gpu.fast_device import on_device
-from tests.experimental.gpu.no_device import CannotBeCaptured, Captured, capturing
+from moe_infinity.gpu import cached_step
+from moe_infinity.gpu.device_steps import DeviceSteps
+from tests.gpu.fast_device import on_device
+from tests.gpu.no_device import CannotBeCaptured, Captured, capturing
 from tests.sweep import tiny
 from tests.sweep.discover import Architecture
 from tests.sweep.runners import outcome

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from moe_infinity import ConfigError, MoE, MoEInfinityError
-from moe_infinity.experimental.gpu.device_steps import DeviceSteps
-from tests.experimental.gpu.fast_device import on_device
+from moe_infinity.gpu.device_steps import DeviceSteps
+from tests.gpu.fast_device import on_device
 from tests.sweep import tiny
 from tests.sweep.compare import difference
 from tests.sweep.discover import architectures_in
