@@ -19,6 +19,8 @@ END = "<!-- models: end -->"
 # What files of an architecture, or of one of its models, say of their tokenizer, by llama.cpp's
 # converter.
 TOKENIZERS = {
+    "cohere2moe": ("cohere2moe",), "deepseek32": ("deepseek-v3",), "hy_v3": ("hunyuan",),
+    "laguna": ("laguna",), "mellum": ("mellum2",), "mimo2": ("qwen2",),
     "deepseek_v2": ("deepseek-llm",), "glm4_moe_lite": ("glm4",), "solar_open": ("solar-open",),
     "afmoe": ("afmoe",), "exaone-moe": ("exaone-moe",), "glm-dsa": ("glm4",), "jamba": ("llama",),
     "kimi-linear": ("kimi-k2",),
@@ -34,9 +36,11 @@ TOKENIZERS = {
 
 # What a comparison has shown that llama.cpp computes otherwise; the page says why.
 DIFFERENCES = {
+    "deepseek_v32": "up to `index_topk` tokens",
     "glm_moe_dsa": "up to `index_topk` tokens",
     "gpt_oss": "but for YaRN",
     "granitemoehybrid": "with one group of Mamba",
+    "mellum": "with one `rope_theta`",
     "phimoe": "no: other norms and routing",
 }
 

@@ -146,7 +146,49 @@ MODELS: dict[str, dict[str, Any]] = {
         "layer_types": ["linear_attention", "full_attention"] * 2,
         "mlp_layer_types": ["dense"] + ["sparse"] * 3, "linear_head_dim": 16, "linear_num_heads": 4,
     },
-    "solar_open": {"n_routed_experts": 8, "moe_intermediate_size": 96},
+    "cohere2_moe": {
+        "num_experts": 8, "num_hidden_layers": 4, "sliding_window": 16, "logit_scale": 1.0,
+        "layer_types": ["sliding_attention", "full_attention"] * 2, "tie_word_embeddings": True,
+    },
+    "deepseek_v32": DEEPSEEK | DENSE_FIRST | {
+        "index_topk": 16, "index_head_dim": 64, "index_n_heads": 4, "n_group": 2, "topk_group": 1,
+    },
+    "hy_v3": DENSE_FIRST | {"num_experts": 8, "moe_intermediate_size": 96},
+    "laguna": {
+        "num_experts": 8, "moe_intermediate_size": 96, "shared_expert_intermediate_size": 64,
+        "num_hidden_layers": 4, "layer_types": ["full_attention"] + ["sliding_attention"] * 3,
+        "sliding_window": 16,
+        "rope_parameters": {
+            "full_attention": {
+                "rope_type": "default", "rope_theta": 5000.0, "partial_rotary_factor": 0.5,
+            },
+            "sliding_attention": {
+                "rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 1.0,
+            },
+        },
+    },
+    "mellum": {
+        "num_local_experts": 8, "moe_intermediate_size": 96, "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 16,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "default", "rope_theta": 5000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+        },
+    },
+    "mimo_v2_flash": {
+        "n_routed_experts": 8, "moe_intermediate_size": 96, "num_hidden_layers": 4,
+        "layer_types": ["full_attention", "sliding_attention"] * 2, "sliding_window": 16,
+        "mlp_layer_types": ["dense"] + ["sparse"] * 3, "head_dim": 48, "v_head_dim": 32,
+        "rope_parameters": {
+            "full_attention": {
+                "rope_type": "default", "rope_theta": 5000.0, "partial_rotary_factor": 0.334,
+            },
+            "sliding_attention": {
+                "rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.334,
+            },
+        },
+    },
+    "solar_open": {"n_routed_experts": 8, "moe_intermediate_size": 96, "num_hidden_layers": 3},
 }  # fmt: skip
 WIDE = {"hidden_size": 256, "intermediate_size": 256, "moe_intermediate_size": 256}  # K-quants
 

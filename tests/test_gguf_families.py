@@ -25,19 +25,26 @@ from moe_infinity.architectures.model_parts import PackedLinear
 from tests.closeness import distance, logits_of_steps
 from tests.conftest import save_tokenizer
 from tests.gguf_files import MODELS, WIDE, build, rewrite, widen
-from tests.server.driving import Client, assert_same_answer, make_engine, run_all
+from tests.server.driving import Client, cached, generated, make_engine, run_all
 from tools.convert_to_gguf import convert
 
 pytestmark = pytest.mark.arithmetic
 
 FAMILIES = ("qwen3_5_moe_text", "gemma4_text", "lfm2_moe", "granitemoehybrid", "nemotron_h")
 # By model, what of the config is another for llama.cpp, which computes it in one way only.
+ROPE = {"rope_type": "default", "rope_theta": 5000.0}
 YARN = MODELS["gpt_oss"]["rope_parameters"]
 FOR_LLAMA_CPP = {
     "gpt_oss": {"rope_parameters": YARN | {"truncate": True}},
     "glm_moe_dsa": {"index_topk": 2048},
+    "deepseek_v32": {"index_topk": 2048},
+    "mellum": {
+        "rope_parameters": dict.fromkeys(MODELS["mellum"]["rope_parameters"], ROPE),
+    },
 }
 UNLIKE_LLAMA_CPP = ("phimoe",)  # docs/gguf.md says why
+ALONE = ("deepseek_v32", "glm_moe_dsa")  # whose caches the server cannot put together
+WITHOUT_PREFIXES = (*ALONE, "jamba")
 LLAMA_PYTHON = os.environ.get("MOE_INFINITY_LLAMA_PYTHON")
 LLAMA_LOGITS = Path(__file__).parents[1] / "benchmarks" / "llama_logits.py"
 # Of the largest logit. Between two arithmetics it is as large as between either and float64.
@@ -79,17 +86,27 @@ def test_prompts_and_decode_steps_have_the_logits_of_transformers(length, exact,
         assert distance(found, logits_of_steps(stock, ids, length)) < TOLERANCES[exact]
 
 
-def test_a_batch_of_the_server_has_the_answers_of_each_alone(folder):
-    prompts = [ids_of(length)[0].tolist() for length in (3, 70, 20, 131)]
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("name", MODELS)
+def test_the_server_has_the_tokens_of_generate(name, tmp_path):
+    """In a batch, with prompts in chunks, and where the beginning of a prompt is known."""
+    window = {"sliding_window": 32} if MODELS[name].get("sliding_window") else {}
+    folder = made(name, tmp_path, **window)
+    save_tokenizer(folder)
+    prompts = [ids_of(length)[0].tolist() for length in (3, 72, 20, 131)]
+    max_batch = 1 if name in ALONE else 4
     with opened(folder / "f32.gguf", config_from=str(folder)) as moe:
-        alone = make_engine(moe, max_batch=1)
-        together = make_engine(moe, max_batch=4, prefill_chunk=32)
-        singles = [Client(alone, prompt, max_new_tokens=9) for prompt in prompts]
-        clients = [Client(together, prompt, max_new_tokens=9) for prompt in prompts]
-        run_all(alone, *singles)
-        run_all(together, *clients)
-        for single, client in zip(singles, clients, strict=True):
-            assert_same_answer(client, single)
+        engine = make_engine(moe, max_batch=max_batch, prefill_chunk=32)
+        for turn in range(2):
+            expected = [generated(moe, prompt, max_new_tokens=9) for prompt in prompts]
+            clients = [Client(engine, prompt, max_new_tokens=9) for prompt in prompts]
+            run_all(engine, *clients)
+            assert [client.token_ids for client in clients] == expected
+            prompts = [
+                [*ids, *found, 5 + turn] for ids, found in zip(prompts, expected, strict=True)
+            ]
+        is_known = [cached(client) > 0 for client in clients[1:]]
+        assert is_known == [name not in WITHOUT_PREFIXES] * 3
 
 
 @pytest.mark.skipif(LLAMA_PYTHON is None, reason="MOE_INFINITY_LLAMA_PYTHON names no interpreter")

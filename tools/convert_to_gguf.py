@@ -44,6 +44,13 @@ ARCHITECTURES = {
     "nemotron_h": "nemotron_h_moe", "dots1": "dots1", "hunyuan_v1_moe": "hunyuan-moe",
     "afmoe": "afmoe", "exaone_moe": "exaone-moe", "jamba": "jamba", "kimi_linear": "kimi-linear",
     "glm_moe_dsa": "glm-dsa", "glm4_moe_lite": "deepseek2", "solar_open": "glm4moe",
+    "cohere2_moe": "cohere2moe", "deepseek_v32": "deepseek32", "hy_v3": "hy_v3",
+    "laguna": "laguna", "mellum": "mellum", "mimo_v2_flash": "mimo2",
+}  # fmt: skip
+# Of what the gguf package does not know: one that it knows, with the same names.
+NAMED_AS = {
+    "cohere2moe": "bailingmoe", "deepseek32": "glm-dsa", "hy_v3": "dots1", "laguna": "step35",
+    "mellum": "qwen3moe",
 }  # fmt: skip
 EXPERT = re.compile(r"(?:model|backbone)\.layers\.(\d+)\..*experts\.(\d+)\.(\w+)\.weight")
 LEAVES = {
@@ -53,8 +60,8 @@ LEAVES = {
 REORDERED = ("llama", "granitemoe")  # rows of q and k
 # Whose weights gguf_changes.py knows.
 CHANGED = (
-    "afmoe", "gemma4", "granitehybrid", "jamba", "kimi-linear", "lfm2moe", "nemotron_h_moe",
-    "qwen3next", "qwen35moe",
+    "afmoe", "gemma4", "granitehybrid", "jamba", "kimi-linear", "laguna", "lfm2moe",
+    "nemotron_h_moe", "qwen3next", "qwen35moe",
 )  # fmt: skip
 RANDOM_SIZE = 0.02  # of weights that no quantizer makes
 
@@ -84,7 +91,8 @@ class Converter:
         self.architecture = ARCHITECTURES[config["model_type"]]
         numbers = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
         num_layers = as_written(config)["num_hidden_layers"]
-        self._map = gguf.get_tensor_name_map(numbers[self.architecture], num_layers)
+        named_as = NAMED_AS.get(self.architecture, self.architecture)
+        self._map = gguf.get_tensor_name_map(numbers[named_as], num_layers)
 
     def targets(self) -> Iterator[Target]:
         stacks: dict[str, list[tuple[int, str]]] = {}
@@ -148,7 +156,7 @@ class Converter:
         name = name.removesuffix("_bias") + ".bias" if name.endswith("correction_bias") else name
         # transformers saves dense layers of Kimi Linear under the name of those with experts.
         name = re.sub(r"block_sparse_moe\.(\w+_proj)\.", r"mlp.\1.", name)
-        name = f"{name}.weight" if name.endswith("sinks") else name
+        name = f"{name}.weight" if name.endswith(("sinks", "sink_bias")) else name
         found = self._map.get_name(name, try_suffixes=(".weight", ".bias"))
         if found is None:
             raise SystemExit(f"{self.architecture} has no tensor for {name}")
@@ -238,7 +246,6 @@ def metadata_of(config: dict[str, Any]) -> dict[str, Any]:
         "attention.key_length": head_dim,
         "attention.value_length": config.get("value_head_dim", head_dim),
         "rope.dimension_count": config.get("qk_rope_head_dim", num_rotated),
-        "attention.layer_norm_rms_epsilon": config["rms_norm_eps"],
         "rope.freq_base": float(rope.get("rope_theta") or config.get("rope_theta") or 1e4),
         "vocab_size": config["vocab_size"],
         "expert_count": next(config[name] for name in names_of_count if name in config),
@@ -250,6 +257,7 @@ def metadata_of(config: dict[str, Any]) -> dict[str, Any]:
         "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
     }
     scales = {
+        "rms_norm_eps": "attention.layer_norm_rms_epsilon",
         "attention_multiplier": "attention.scale",
         "embedding_multiplier": "embedding_scale",
         "residual_multiplier": "residual_scale",

@@ -12,6 +12,7 @@ import torch
 
 NAMES = {
     ".dt_bias": "ssm_dt.bias", ".expert_bias": "exp_probs_b.bias",
+    ".experts.e_score_correction_bias": "exp_probs_b.bias",
     ".router.scale": "ffn_gate_inp.scale", ".router.per_expert_scale": "ffn_down_exps.scale",
     ".layer_scalar": "layer_output_scale.weight", "experts.gate_up_proj": "ffn_gate_up_exps.weight",
     "experts.down_proj": "ffn_down_exps.weight",

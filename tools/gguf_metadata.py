@@ -17,6 +17,8 @@ FIELDS = {
     "num_shared_experts": "expert_shared_count",
     "moe_num_shared_experts": "expert_shared_count",
     "routed_scaling_factor": "expert_weights_scale",
+    "moe_routed_scaling_factor": "expert_weights_scale",
+    "router_scaling_factor": "expert_weights_scale",
     "route_scale": "expert_weights_scale",
     "norm_topk_prob": "expert_weights_norm",
     "n_group": "expert_group_count",
@@ -30,13 +32,15 @@ FIELDS = {
 }
 # Architectures of which the converter writes them, and all of these.
 WITH_FIELDS = (
-    "afmoe", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5_moe", "exaone_moe", "glm4_moe",
-    "glm4_moe_lite", "glm_moe_dsa", "kimi_linear", "llama4_text", "solar_open",
+    "afmoe", "cohere2_moe", "deepseek_v2", "deepseek_v3", "deepseek_v32", "dots1", "ernie4_5_moe",
+    "exaone_moe", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "hy_v3", "kimi_linear", "laguna",
+    "llama4_text", "solar_open",
 )  # fmt: skip
 # By model_type: how scores of experts are made of logits, where the converter says so.
 SIGMOID = (
-    "afmoe", "deepseek_v3", "dots1", "exaone_moe", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa",
-    "kimi_linear", "minimax_m2", "solar_open",
+    "afmoe", "deepseek_v3", "deepseek_v32", "dots1", "exaone_moe", "glm4_moe", "glm4_moe_lite",
+    "glm_moe_dsa", "hy_v3", "kimi_linear", "laguna", "mimo_v2_flash", "minimax_m2",
+    "solar_open",
 )  # fmt: skip
 
 
@@ -111,10 +115,48 @@ def _ernie(config: dict[str, Any]) -> dict[str, Any]:
     return {"expert_shared_feed_forward_length": shared}
 
 
-def _exaone(config: dict[str, Any]) -> dict[str, Any]:
+def _windows(config: dict[str, Any]) -> dict[str, Any]:
     kinds = config["layer_types"]
+    return {"attention.sliding_window_pattern": [kind == "sliding_attention" for kind in kinds]}
+
+
+def _cohere2(config: dict[str, Any]) -> dict[str, Any]:
+    return _windows(config) | {
+        "attention.layer_norm_epsilon": config["layer_norm_eps"],
+        "expert_feed_forward_length": config["intermediate_size"],
+        "expert_gating_func": 1,
+        "logit_scale": float(config["logit_scale"]),
+        "rope.scaling.type": "none",
+    }
+
+
+def _hy_v3(config: dict[str, Any]) -> dict[str, Any]:
     return {
-        "attention.sliding_window_pattern": [kind == "sliding_attention" for kind in kinds],
+        "expert_shared_feed_forward_length": config["moe_intermediate_size"],
+        "expert_weights_norm": True,
+    }
+
+
+def _mellum(config: dict[str, Any]) -> dict[str, Any]:
+    theta = config["rope_parameters"]["sliding_attention"]["rope_theta"]
+    return _windows(config) | {"rope.freq_base_swa": theta}
+
+
+def _mimo(config: dict[str, Any]) -> dict[str, Any]:
+    return _mellum(config) | {"attention.value_scale": config["attention_value_scale"]}
+
+
+def _laguna(config: dict[str, Any]) -> dict[str, Any]:
+    sliding = config["rope_parameters"]["sliding_attention"]
+    return {
+        "rope.freq_base_swa": sliding["rope_theta"],
+        "expert_weights_norm": True,
+        "rope.dimension_count_swa": int(config["head_dim"] * sliding["partial_rotary_factor"]),
+    }
+
+
+def _exaone(config: dict[str, Any]) -> dict[str, Any]:
+    return _windows(config) | {
         "expert_shared_feed_forward_length": config["moe_intermediate_size"]
         * config["num_shared_experts"],
     }
@@ -227,6 +269,14 @@ def as_written(config: dict[str, Any]) -> dict[str, Any]:
             "head_dim": config["kv_lora_rank"] + config["qk_rope_head_dim"],
             "value_head_dim": config["kv_lora_rank"],
         }
+    if config["model_type"] == "mimo_v2_flash":
+        return config | {
+            "rope_parameters": config["rope_parameters"]["full_attention"],
+            "num_key_value_heads": [heads * (1 + (kind != "full_attention")) for kind in kinds],
+            "value_head_dim": config["v_head_dim"],
+        }
+    if config["model_type"] in ("laguna", "mellum"):
+        return config | {"rope_parameters": config["rope_parameters"]["full_attention"]}
     if config["model_type"] != "gemma4_text":
         return config
     full = _of_full_layers(config)
@@ -257,6 +307,7 @@ def more_tensors(config: dict[str, Any]) -> dict[str, list[float]]:
 
 OF_MODELS = {
     "afmoe": _afmoe,
+    "cohere2_moe": _cohere2,
     "ernie4_5_moe": _ernie,
     "exaone_moe": _exaone,
     "gemma4_text": _gemma4,
@@ -265,10 +316,14 @@ OF_MODELS = {
     "granitemoehybrid": _granite_hybrid,
     "granitemoeshared": _granite,
     "hunyuan_v1_moe": _hunyuan,
+    "hy_v3": _hy_v3,
     "jamba": _jamba,
     "kimi_linear": _kimi_linear,
+    "laguna": _laguna,
     "lfm2_moe": _lfm2,
     "llama4_text": _llama4,
+    "mellum": _mellum,
+    "mimo_v2_flash": _mimo,
     "minimax_m2": _gpt_oss,
     "nemotron_h": _nemotron,
     "qwen3_5_moe_text": _delta_net,

@@ -190,7 +190,9 @@ LOCAL_EXPERTS = {"expert_count": "num_local_experts", "expert_used_count": "num_
 UNKNOWN = Architecture(changed={".A_log": log_of_negative})  # which the converter always changes
 KNOWN = {
     "afmoe": Architecture(),
+    "cohere2moe": Architecture(),
     "deepseek2": Architecture(),
+    "deepseek32": Architecture(),
     "dots1": Architecture(),
     "ernie4_5-moe": Architecture(),
     "exaone-moe": Architecture(),
@@ -255,8 +257,10 @@ KNOWN = {
         ),
     ),
     "hunyuan-moe": Architecture(),
+    "hy_v3": Architecture(),
     "jamba": UNKNOWN,
     "kimi-linear": UNKNOWN,
+    "laguna": Architecture(),
     "lfm2moe": Architecture(
         metadata=Metadata(
             "lfm2_moe",
@@ -275,6 +279,8 @@ KNOWN = {
     ),
     "llama": Architecture(moved=ROTARY_ORDER, metadata=Metadata("mixtral", "llama", LOCAL_EXPERTS)),
     "llama4": Architecture(),
+    "mellum": Architecture(),
+    "mimo2": Architecture(),
     "minimax-m2": Architecture(),
     "nemotron_h_moe": Architecture(
         moved=ROTARY_ORDER,

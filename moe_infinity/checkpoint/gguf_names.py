@@ -186,7 +186,7 @@ class Names:
         """The one tensor that is this parameter, if there is one."""
         leaf = _by_end(OTHER_NAMES, param)
         if leaf is not None:
-            return self._stored(param, leaf)
+            return self._stored(param, leaf) or self._stored(param, leaf.removesuffix(".bias"))
         older = param.replace("model.", "backbone.", 1)
         name = self._name_of(param) or self._name_of(older)
         if name is None:
