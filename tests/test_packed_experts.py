@@ -15,7 +15,10 @@ from torch import Tensor
 from moe_infinity import ConfigError, MoE, UnsupportedModelError
 from moe_infinity.checkpoint.recipe import Recipe
 from moe_infinity.engine.fused import FusedWork
+from moe_infinity.kernels import many_rows
 from moe_infinity.kernels.cpu import experts as experts_cpu
+from moe_infinity.kernels.cpu.experts import FusedExperts
+from moe_infinity.kernels.many_rows import RowPath
 from moe_infinity.quantize.pack import pack_checkpoint
 from tests import conftest
 from tests.architectures.test_architectures import SMALL
@@ -84,10 +87,14 @@ def test_many_rows_are_computed_from_packed_experts(name, folder, num_tokens):
     """To rounding what unpacked experts give, in float32."""
     ids = torch.full((1, num_tokens), 7)  # nearly all routed alike
     logits = []
+    begin = mock.patch.object(FusedExperts, "begin", autospec=True, side_effect=FusedExperts.begin)
     for exact in (False, True):
-        with MoE(folder, dtype="float32", exact=exact) as moe, torch.no_grad():
+        with MoE(folder, dtype="float32", exact=exact) as moe, torch.no_grad(), begin as begun:
             logits.append(moe.model(ids).logits)
             counts = moe.request_eams()[0].prefill
+            paths = {call.kwargs["path"] for call in begun.call_args_list}
+            path = RowPath.PANELS if num_tokens > many_rows.MOST_TOKENS else RowPath.FEW
+            assert paths == (set() if exact or name.endswith("act-order") else {path})
     assert counts[counts > 0].min() > 8
     assert distance(*logits) < TOLERANCE[kind_of(name)]
     assert distance(logits[0].roll(1, dims=2), logits[1]) > 10 * TOLERANCE[kind_of(name)]

@@ -75,10 +75,32 @@ def arrangement_for(loop: InnerLoop, num_columns: int) -> Arrangement:
     )
 
 
-def arrangement_in_order(num_columns: int) -> Arrangement:
-    """The arrangement that leaves a row of whole vectors as it is."""
-    whole = next(count for count in (4, 2, 1) if num_columns % (count * LANES) == 0)
-    return arrangement_for(InnerLoop("f32", whole, 1, None, False), num_columns)
+@cache
+def panel_arrangement(loop: InnerLoop, num_columns: int) -> Arrangement:
+    """How x is arranged for values that are decoded to what they are: only their order counts. A
+    row has whole steps.
+    """
+    tables = tables_of(loop)
+    num_steps = num_columns // loop.num_columns
+    ones = _ones(loop.num_vectors)
+    return Arrangement(
+        num_columns=num_columns,
+        num_steps=num_steps,
+        num_vectors=loop.num_vectors,
+        has_sum=0,
+        is_dense=int(tables.is_dense),
+        order=tables.order.ctypes.data,
+        factors=ones.ctypes.data,
+        num_summed=0,
+        sum_step=0,
+        row_bytes=4 * num_columns,
+    )
+
+
+@cache
+def _ones(num_vectors: int) -> NDArray[np.float32]:
+    """Memory that stays."""
+    return np.ones((num_vectors, LANES), np.float32)
 
 
 def one_behind_another(

@@ -3,7 +3,7 @@ for each tile of tokens, which pays while reading it takes longer. Here it is de
 tokens:
 
     for each panel of a weight, which fits into the first cache
-        decode it to float32, columns in their order        widen.py
+        decode it to float32, in the order of decoding      widen.py
         for each tile of rows and tokens                    panel x x, onto 24 vectors of sums
 
 The bits of an output depend on nothing but its row of the weight and its token. They differ from
@@ -32,8 +32,9 @@ from moe_infinity.kernels.cpu.vectors import (
     fma,
     load,
     smaller,
+    store,
 )
-from moe_infinity.kernels.cpu.widen import emit_step
+from moe_infinity.kernels.cpu.widen import decoded
 from moe_infinity.layout import WORDS
 
 PANEL_ROWS = 16
@@ -54,7 +55,7 @@ def panel_tile() -> Tile:
 
 @cache
 def panel_function(loop: InnerLoop) -> Any:
-    """A C function as `rows.row_function` is one, for x in float32 with columns in their order."""
+    """A C function as `rows.row_function` is one, for x arranged by `panel_arrangement`."""
     kind = loop.kind  # constants of the compiled code
     num_vectors = loop.num_vectors
     num_scales = loop.num_scales
@@ -124,7 +125,9 @@ def _emit_decoding(
         to = b.add(panel, b.mul(each_row.index, I64(PANEL_BYTES)))
         with cgutils.for_range(b, count, intp=I64) as each:
             at = b.add(to, b.mul(each.index, I64(4 * loop.num_columns)))
-            emit_step(b, loop, a, b.add(row, each_row.index), b.add(step, each.index), at, "f32")
+            values = decoded(b, loop, a, b.add(row, each_row.index), b.add(step, each.index))
+            for k, value in enumerate(values):
+                store(b, value, b.add(at, I64(4 * LANES * k)))
 
 
 def _emit_products(

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from moe_infinity.kernels.cpu.arrangement import (
     Arrangement,
     arrangement_for,
-    arrangement_in_order,
     one_behind_another,
+    panel_arrangement,
 )
 from moe_infinity.kernels.cpu.panels import panel_function, reads_panels
 from moe_infinity.kernels.cpu.rows import row_function
@@ -84,7 +84,7 @@ class Product:
             if not all(reads_panels(loop, num_columns) for loop in loops):
                 return None
             function_of = panel_function
-            arrangements = [arrangement_in_order(num_columns)] * len(loops)
+            arrangements = [panel_arrangement(loop, num_columns) for loop in loops]
         distinct = list(dict.fromkeys(arrangements))
         arrangement, kept = one_behind_another(distinct)
         arguments = np.zeros((len(weights), len(KernelArguments._fields)), np.int64)

@@ -1,7 +1,6 @@
-"""Packed weights as plain numbers, decoded by machine code: the columns of a row in their order, as
-the unpackers of kernels/unpack.py give them, in float32 or bfloat16.
-
-    step of a row --> vectors of float32, in the order of decoding --> scaled, in order, rounded
+"""Packed weights as plain numbers, decoded by machine code: to bfloat16 with columns in their
+order, as the unpackers of kernels/unpack.py give them; or, for panels.py, to float32 in the order
+of decoding.
 """
 
 from __future__ import annotations
@@ -30,13 +29,13 @@ from moe_infinity.kernels.cpu.vectors import (
     to_bfloat,
 )
 
-SIZES = {"f32": 4, "bf16": 2}  # of a number, by kind
+SIZE = 2  # bytes of a bfloat16
 
 
 @cache
-def widening_function(loop: InnerLoop, to: str) -> Any:
-    """A C function that decodes rows [first, last) to rows of a kind of SIZES, `out_bytes` apart
-    from the address of row 0 on. It is called as `rows.row_function` is, without x.
+def widening_function(loop: InnerLoop) -> Any:
+    """A C function that decodes rows [first, last) to bfloat16, `out_bytes` apart from the address
+    of row 0 on. It is called as `rows.row_function` is, without x.
     """
     kind = loop.kind  # constants of the compiled code
     num_vectors = loop.num_vectors
@@ -44,14 +43,14 @@ def widening_function(loop: InnerLoop, to: str) -> Any:
     scale = loop.scale or ""
     has_zeros = int(loop.has_zeros)
 
-    name = f"widen_{to}_" + "_".join(map(str, loop))
+    name = "widen_" + "_".join(map(str, loop))
     is_kept = loop.loader.load.__module__.startswith("moe_infinity.")
 
     @c_function(types.void(*[types.int64] * 7), name, is_kept=is_kept)
     def function(
         first: int, last: int, x: int, num_tokens: int, out: int, arguments: int, slot: int
     ) -> None:
-        _widen(kind, num_vectors, num_scales, scale, has_zeros, to,
+        _widen(kind, num_vectors, num_scales, scale, has_zeros,
                first, last, out, arguments, slot)  # fmt: skip
 
     return function
@@ -59,15 +58,14 @@ def widening_function(loop: InnerLoop, to: str) -> Any:
 
 @intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
 def _widen(
-    _: Any, kind: Any, num_vectors: Any, num_scales: Any, scale: Any, has_zeros: Any, to: Any,
+    _: Any, kind: Any, num_vectors: Any, num_scales: Any, scale: Any, has_zeros: Any,
     first: Any, last: Any, out: Any, arguments: Any, slot: Any,
 ) -> Any:  # fmt: skip
     literals = kind, num_vectors, num_scales, scale, has_zeros
     loop = InnerLoop.of_literals(*(each.literal_value for each in literals))
-    size = SIZES[to.literal_value]
 
     def emit(context: Any, b: Any, _: Any, args: Any) -> Any:
-        first, last, out, arguments, slot = args[len(literals) + 1 :]
+        first, last, out, arguments, slot = args[len(literals) :]
         a = read_arguments(b, arguments, slot)
         last_offset = b.sub(a.row_bytes, I64(loop.num_bytes))
         with cgutils.for_range_slice(b, first, last, I64(1), intp=I64) as (row, _):
@@ -75,40 +73,20 @@ def _widen(
             with cgutils.for_range(b, a.num_steps, intp=I64) as each:
                 offset = smaller(b, b.mul(each.index, I64(loop.num_bytes)), last_offset)
                 column = b.udiv(b.mul(offset, I64(loop.num_columns)), I64(loop.num_bytes))
-                at = b.add(row_at, b.mul(column, I64(size)))
-                emit_step(b, loop, a, row, each.index, at, to.literal_value)
+                at = b.add(row_at, b.mul(column, I64(SIZE)))
+                _store_in_order(b, loop, decoded(b, loop, a, row, each.index), at)
         return context.get_dummy_value()
 
-    return types.void(*literals, to, *[types.int64] * 5), emit
+    return types.void(*literals, *[types.int64] * 5), emit
 
 
-def emit_step(
-    b: Any, loop: InnerLoop, a: KernelArguments, row: Any, step: Any, at: Any, to: str
-) -> None:
-    """Emit the decoding of one step of a row to the address `at` of its first column."""
+def decoded(b: Any, loop: InnerLoop, a: KernelArguments, row: Any, step: Any) -> Iterator[Any]:
+    """The values of a step of a row as they are, vector by vector, in the order of decoding."""
     last_offset = b.sub(a.row_bytes, I64(loop.num_bytes))
     offset = smaller(b, b.mul(step, I64(loop.num_bytes)), last_offset)
     place = b.add(b.add(a.weight, b.mul(row, a.row_bytes)), offset)
     scale_idx = b.lshr(b.mul(step, a.inverse), I64(32))
     scale_idx = smaller(b, b.mul(scale_idx, I64(loop.num_scales)), a.last_scale)
-    order = tables_of(loop).order[: loop.num_vectors]
-    together = 4 if loop.loader.blocks is not None else loop.loader.columns_per_lane
-    if loop.loader.blocks is not None and not loop.loader.blocks.order[0]:
-        together = 1
-    vectors: list[Any] = []
-    for k, vector in enumerate(_decoded(b, loop, a, place, row, scale_idx)):
-        vectors.append(vector if to == "f32" else to_bfloat(b, vector))
-        if len(vectors) == together:
-            columns = order[k + 1 - together : k + 1].ravel()
-            _store_in_order(b, joined(b, vectors), columns, at, SIZES[to])
-            vectors = []
-    assert not vectors, loop
-
-
-def _decoded(
-    b: Any, loop: InnerLoop, a: KernelArguments, place: Any, row: Any, scale_idx: Any
-) -> Iterator[Any]:
-    """The values of a step as they are, in the order of decoding."""
     tables = tables_of(loop)
     factors = tables.factors
     blocks = loop.loader.blocks
@@ -149,9 +127,18 @@ def _constant(numbers: Any) -> Any:
     return ir.Constant(FLOATS, [float(number) for number in numbers])
 
 
-def _store_in_order(b: Any, vector: Any, columns: Any, at: Any, size: int) -> None:
-    """Store lanes where their columns are, in runs of neighbouring columns."""
-    lanes = np.argsort(columns)
-    runs = np.split(lanes, np.flatnonzero(np.diff(columns[lanes]) != 1) + 1)
-    for run in runs:
-        store(b, pick(b, vector, run.tolist()), b.add(at, I64(size * int(columns[run[0]]))))
+def _store_in_order(b: Any, loop: InnerLoop, vectors: Iterator[Any], at: Any) -> None:
+    """Store a step, rounded, at the address of its first column: the lanes of a few vectors, which
+    are neighbouring columns, in runs.
+    """
+    order = tables_of(loop).order
+    blocks = loop.loader.blocks
+    together = loop.loader.columns_per_lane
+    if blocks is not None and blocks.order[0]:
+        together = 4  # bytes of a word
+    for first in range(0, loop.num_vectors, together):
+        joint = joined(b, [to_bfloat(b, next(vectors)) for _ in range(together)])
+        columns = order[first : first + together].ravel()
+        lanes = np.argsort(columns)
+        for run in np.split(lanes, np.flatnonzero(np.diff(columns[lanes]) != 1) + 1):
+            store(b, pick(b, joint, run.tolist()), b.add(at, I64(SIZE * int(columns[run[0]]))))

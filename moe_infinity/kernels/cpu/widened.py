@@ -81,7 +81,7 @@ class Widening:
         before = 0
         for weight, loop, row in zip(weights, loops, arguments, strict=True):
             row[:] = arguments_of(weight, loop)._replace(out_bytes=2 * num_columns)
-            function = widening_function(loop, "bf16").address
+            function = widening_function(loop).address
             for first, last in row_blocks(weight):
                 offset = 2 * num_columns * before
                 blocks.append(RowBlock(function, row.ctypes.data, first, last, offset, 0, 0))
