@@ -50,9 +50,14 @@ def start(
     return subprocess.Popen(command, preexec_fn=join, stdout=subprocess.PIPE, text=True)
 
 
-def result_of(process: subprocess.Popen[str]) -> dict[str, Any]:
-    """The last line it prints, once it has ended."""
-    output, _ = process.communicate()
+def result_of(process: subprocess.Popen[str], timeout_s: float | None = None) -> dict[str, Any]:
+    """The last line it prints, once it has ended. A process that takes longer is killed."""
+    try:
+        output, _ = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.communicate()
+        return {"failed": f"took longer than {timeout_s:.0f} s"}
     if process.returncode:
         return {"failed": f"exit status {process.returncode}"}  # -9: out of memory
     result: dict[str, Any] = json.loads(output.splitlines()[-1])
@@ -60,13 +65,17 @@ def result_of(process: subprocess.Popen[str]) -> dict[str, Any]:
 
 
 def run_limited(
-    file: str, cell: dict[str, Any], limit_bytes: int | None, python: str = sys.executable
+    file: str,
+    cell: dict[str, Any],
+    limit_bytes: int | None,
+    python: str = sys.executable,
+    timeout_s: float | None = None,
 ) -> dict[str, Any]:
     """What `python file --cell JSON` prints last, run under this limit if there is one."""
     if limit_bytes is None:
-        return result_of(start(file, cell, None, python))
+        return result_of(start(file, cell, None, python), timeout_s)
     with memory_cgroup(limit_bytes) as group:
-        return result_of(start(file, cell, group, python))
+        return result_of(start(file, cell, group, python), timeout_s)
 
 
 def drop_from_page_cache(path: Path) -> None:

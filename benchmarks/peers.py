@@ -4,6 +4,7 @@
         --heads 32 --head-dim 128 --tokenizer models/demo                            # 8.8 GB
     python benchmarks/peers.py runs/big --out runs/peers.json     # needs gguf, llama-cpp-python
     python benchmarks/peers.py --report runs/peers.json --csv docs/plots/performance.csv
+    python benchmarks/peers.py runs/real.gguf        # more systems on one file: peers_file.py
 
 Beside the model it makes what is missing: runs/big.gguf, and the packed folders and quantized
 files of 8 and 4 bits. That takes 3.5 times the model's size on disk.
@@ -34,6 +35,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
+import peers_file
 import torch
 from copy_bandwidth import disk_bandwidth, memory_bandwidth, sequential_bandwidth
 from decode import TEXT
@@ -355,6 +357,6 @@ def main() -> None:
 
 if __name__ == "__main__":
     try:
-        main()
+        peers_file.main() if sys.argv[1:2] and sys.argv[1].endswith(".gguf") else main()
     except KeyboardInterrupt:
         raise SystemExit("stopped; the same command goes on from here") from None

@@ -11,9 +11,11 @@ import argparse
 import gc
 import importlib
 import json
+import os
 import platform
 import sys
 import time
+import traceback
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -241,7 +243,7 @@ def run_cell(
     runner: str, options: dict[str, Any], prompts: list[list[int]], ids: list[int]
 ) -> dict[str, Any]:
     """Loading, then each prompt with text of its own. What one leaves in memory serves the next."""
-    kind = RUNNERS[runner]
+    kind: Any = RUNNERS.get(runner) or importlib.import_module("peers_others").RUNNERS[runner]
     importlib.import_module(kind.package)
     started = time.perf_counter()
     loaded: Runner = kind(**options)
@@ -256,4 +258,10 @@ def run_cell(
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="One process of peers.py")
     parser.add_argument("--cell", type=json.loads, required=True)
-    print(json.dumps(run_cell(**parser.parse_args().cell)))
+    try:
+        outcome = run_cell(**parser.parse_args().cell)
+    except (Exception, SystemExit) as error:
+        traceback.print_exc()
+        outcome = {"failed": f"{type(error).__name__}: {error}"[:200]}
+    print(f"\n{json.dumps(outcome)}", flush=True)
+    os._exit(0)  # fastllm's library crashes when it is unloaded
