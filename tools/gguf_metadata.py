@@ -231,7 +231,8 @@ def _gemma4(config: dict[str, Any]) -> dict[str, Any]:
 def _of_full_layers(config: dict[str, Any]) -> dict[str, Any]:
     """What the config says of Gemma 4's layers without a window."""
     number = config["layer_types"].index("full_attention")
-    found: dict[str, Any] = config["per_layer_config"][str(number)]
+    by_number = {int(key): found for key, found in config["per_layer_config"].items()}  # "05"
+    found: dict[str, Any] = by_number[number]
     return found
 
 

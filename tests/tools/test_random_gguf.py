@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import subprocess
 import sys
@@ -23,7 +24,7 @@ from tools import make_random_gguf
 from tools.convert_to_gguf import ARCHITECTURES
 from tools.gguf_blocks import RandomBlocks
 from tools.gguf_types import Shape, types_of
-from tools.make_random_gguf import main
+from tools.make_random_gguf import Model, main
 from tools.model_shapes import SHAPES, ModelShape
 from tools.random_weights import topical_ids
 
@@ -81,6 +82,15 @@ def test_fewer_layers_and_experts_are_written_if_asked_for(tmp_path, monkeypatch
     shapes = {tensor.name: list(tensor.shape) for tensor in gguf.GGUFReader(file).tensors}
     assert shapes["blk.0.ffn_up_exps.weight"][-1] == 4
     assert not any(name.startswith("blk.1.") for name in shapes)
+
+
+def test_a_shape_with_all_its_layers_is_as_large_as_the_file_that_people_have():
+    """Ten layers or more: transformers pads the numbers of Gemma 4's layers with zeros."""
+    given = {"layers": None, "vocab": None, "experts": None, "type": None}
+    model = Model(argparse.Namespace(shape="gemma4-26b-a4b", **given))
+    total = sum(tensor.num_bytes for tensor in model.tensors)
+    assert 15e9 < total < 18e9
+    assert {tensor.kind for tensor in model.tensors} >= {Type.Q4_K, Type.Q5_0, Type.Q8_0, Type.Q6_K}
 
 
 def test_no_two_experts_and_no_two_layers_are_equal(tmp_path, monkeypatch):
