@@ -8,9 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
+from moe_infinity import MoE
+from moe_infinity.kernels import many_rows
 from tests.float64 import ARCHITECTURES, DEMO, Error, errors, save_tiny, text_for_demo
+from tests.gguf_files import widen
+from tools.convert_to_gguf import convert
 
 pytestmark = pytest.mark.arithmetic
 
@@ -49,6 +54,39 @@ def test_logits_are_as_near_to_float64_as_those_of_stock(name, tmp_path):
 @pytest.mark.slow
 def test_logits_of_the_demo_model_are_as_near_to_float64_as_those_of_stock():
     assert_as_near(DEMO, text_for_demo())
+
+
+@pytest.mark.slow
+def test_long_prompts_of_packed_weights_are_as_near_as_stock_with_unpacked_ones(
+    tmp_path, monkeypatch
+):
+    """With and without products of bfloat16: two paths, each with other bits."""
+    packed = tmp_path / "packed.gguf"
+    convert(DEMO, packed, "q8_0")
+    wide = widen(packed, tmp_path / "wide.gguf")
+    ids_BN = text_for_demo()
+    monkeypatch.setattr(many_rows, "MEAN_ROWS", 0)
+    monkeypatch.setattr(many_rows, "MEAN_ROWS_WIDENED", 0)
+
+    def logits(file: Path, **options: Any) -> Tensor:
+        with MoE(file, config_from=str(DEMO), device="cpu", **options) as moe, torch.no_grad():
+            found: Tensor = moe.model(ids_BN).logits.double()
+        return found
+
+    exact = logits(wide, dtype="float32", exact=True)
+
+    def median_error(found_BNV: Tensor) -> float:
+        return (found_BNV - exact).square().mean(-1).sqrt().median().item()
+
+    stock = median_error(logits(wide, dtype="bfloat16", exact=True))
+    found = {}
+    for has_products in (False, True):
+        monkeypatch.setattr(many_rows, "has_products_of_bfloat16", lambda has=has_products: has)
+        found[has_products] = logits(packed, dtype="bfloat16")
+        assert 0 < median_error(found[has_products]) < RMS_RATIO * stock
+        halves = logits(packed, dtype="bfloat16", host_memory="50%")
+        assert torch.equal(halves, found[has_products]), "the budget changes nothing"
+    assert not torch.equal(found[False], found[True])
 
 
 def test_weights_of_four_bits_are_not_as_near(tmp_path):

@@ -6,6 +6,8 @@ Legend: T tokens, R rows (outputs), C columns (inputs) of a weight.
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from torch import Tensor
@@ -154,6 +156,14 @@ def test_pieces_of_a_weight_are_all_of_it_once(num_bytes, bfloat16, monkeypatch)
     bound = EPS[torch.bfloat16] * (exact.abs() + exact.square().mean().sqrt() / 50)
     assert ((found.double() - exact).abs() <= bound).all()
     assert fused(x[:MOST_TOKENS]).dtype == torch.float32
+
+
+def test_threads_to_come_have_as_many_of_torchs_as_before(bfloat16):
+    weight, _ = stored("ggml q8_0", 37, 512)
+    before = torch.get_num_threads()
+    linear_of(weight)(torch.randn(MANY, 512).bfloat16())
+    with ThreadPoolExecutor(1) as new:
+        assert new.submit(torch.get_num_threads).result() == torch.get_num_threads() == before
 
 
 @pytest.mark.parametrize(
