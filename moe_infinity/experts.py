@@ -4,6 +4,7 @@ behaviour, no torch.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from math import prod
@@ -144,6 +145,16 @@ class ExpertLayout:
         """Bytes a slot needs, alignment included."""
         last = self.params[-1]
         return last.offset + -(-last.num_bytes // PARAM_ALIGNMENT) * PARAM_ALIGNMENT
+
+
+class MappedExpert(NamedTuple):
+    """An expert that is used where its files are mapped. The parts of a product lie from an address
+    on as they lie in a slot; those of `down_proj` may have another one.
+    """
+
+    parts: Mapping[str, memoryview]  # by the names of the layout
+    address: int
+    address_of_down: int
 
 
 NO_EXPERT = -1  # in place of an expert id: the pair has none

@@ -332,8 +332,8 @@ def test_inspect_lists_the_types_of_every_layer(tmp_path, command):
     file = converted(folder, "q4_k_m")
     types = json.loads(command("inspect", file, "--json").out)["expert_types"]
     assert types == {
-        "0": "down_proj q6_k, gate_up_proj q4_k",
-        "1": "down_proj q4_k, gate_up_proj q4_k",
+        "0": "down_proj q4_k, gate_up_proj q4_k",
+        "1": "down_proj q6_k, gate_up_proj q4_k",
     }
     assert "down_proj q6_k, gate_up_proj q4_k" in command("inspect", file).out
 

@@ -22,7 +22,7 @@ from moe_infinity.checkpoint.files import MappedFile, OpenFile
 from moe_infinity.checkpoint.headers import Extent
 from moe_infinity.checkpoint.reader import Reader
 from moe_infinity.errors import CheckpointError
-from moe_infinity.experts import ExpertKey
+from moe_infinity.experts import ExpertKey, MappedExpert
 from moe_infinity.kernels.cpu.bus_errors import bus_errors
 from moe_infinity.memory.slots import MappedSlots
 from moe_infinity.system import linux
@@ -73,16 +73,16 @@ def test_mapped_experts_have_the_bits_of_copied_ones(tiny_checkpoint, is_exact, 
     assert torch.equal(mapped, copied)
 
 
-def watched_places(monkeypatch: pytest.MonkeyPatch) -> list[tuple[ExpertKey, memoryview | None]]:
+def watched_places(monkeypatch: pytest.MonkeyPatch) -> list[tuple[ExpertKey, MappedExpert | None]]:
     """Every expert that a slot is given to, and its place in a file, if it is used there."""
     asked = []
-    mapped_bytes = layer_recipes.ExpertLoader.mapped_bytes
+    mapped = layer_recipes.ExpertLoader.mapped
 
-    def watched(self: Any, key: ExpertKey) -> memoryview | None:
-        asked.append((key, mapped_bytes(self, key)))
+    def watched(self: Any, key: ExpertKey) -> MappedExpert | None:
+        asked.append((key, mapped(self, key)))
         return asked[-1][1]
 
-    monkeypatch.setattr(layer_recipes.ExpertLoader, "mapped_bytes", watched)
+    monkeypatch.setattr(layer_recipes.ExpertLoader, "mapped", watched)
     return asked
 
 
@@ -102,13 +102,13 @@ def test_an_expert_in_two_files_is_copied(sharded_checkpoint, monkeypatch):
 def test_experts_whose_parts_lie_apart_have_the_bits_of_copied_ones(
     tmp_path, is_exact, monkeypatch
 ):
-    """Of the mix the layers whose weights have one type are mapped, the others copied. Exact are
-    products with gate and up in one matrix, which are two in the file.
+    """Of the mix down has another type than gate and up in some layers. Exact are products with
+    gate and up in one matrix, which are two in the file.
     """
     folder = build("qwen3_moe", tmp_path / "model", **WIDE)
     asked = watched_places(monkeypatch)
     plain = set() if is_exact else {0, 1}
-    for wanted, layers in (("q8_0", {0, 1}), ("q4_k_m", {1}), ("bf16", plain), ("f32", plain)):
+    for wanted, layers in (("q8_0", {0, 1}), ("q4_k_m", {0, 1}), ("bf16", plain), ("f32", plain)):
         file = tmp_path / f"{wanted}.gguf"
         convert(folder, file, wanted)
         asked.clear()

@@ -12,11 +12,13 @@ from typing import Any
 
 from torch import Tensor
 
+from moe_infinity.checkpoint.files import Piece
 from moe_infinity.checkpoint.headers import Extent
 from moe_infinity.checkpoint.reader import Reader
 from moe_infinity.checkpoint.recipe import Recipe, Shapes
 from moe_infinity.errors import CheckpointError
-from moe_infinity.experts import ExpertKey, ExpertLayout
+from moe_infinity.experts import ExpertKey, ExpertLayout, MappedExpert
+from moe_infinity.system.memory import address_of
 
 MIN_MAPPED_BYTES = 1 << 30  # fewer are copied in less than a second
 MIN_MAPPED_SHARE = 0.9  # of the experts of a layer; others begin in one file and end in the next
@@ -71,52 +73,69 @@ class LayerRecipes:
             return None
         return [copy for copies in by_recipe for copy in copies or ()]
 
-    def extent(self, expert_idx: int) -> Extent | None:
-        """The bytes of a file that equal those of a slot with this expert; None if none do."""
-        copies = self._copies(expert_idx)
-        if copies is None:
+    def _begins(self, expert_idx: int) -> list[tuple[Path, int]] | None:
+        """The file and the byte from which a slot with this expert would reach, for its first
+        product and for `down_proj`. None if the file does not have its parts as a slot does.
+        """
+        begins: list[set[tuple[Path, int]]] = [set(), set()]
+        for recipe in self.recipes:
+            if (copies := recipe.copies(expert_idx)) is None:
+                return None
+            begins[recipe.is_of_down].update((e.file, e.offset - at) for e, at in copies)
+        begins[1] = begins[1] or begins[0]
+        if any(len(found) != 1 for found in begins):
             return None
-        begins = {(extent.file, extent.offset - at) for extent, at in copies}
-        if len(begins) > 1:
-            return None
-        ((file, first),) = begins
-        return Extent(file, first, max(at + extent.num_bytes for extent, at in copies))
+        return [begin for (begin,) in begins]
 
     def is_mappable(self, num_experts: int) -> bool:
         """True if nearly all experts lie in a file as in a slot, at least after `lie_apart`."""
-        whole = sum(self.extent(expert_idx) is not None for expert_idx in range(num_experts))
+        whole = sum(self._begins(expert_idx) is not None for expert_idx in range(num_experts))
         return whole >= MIN_MAPPED_SHARE * num_experts or self._apart(num_experts) is not None
 
     def lie_apart(self, num_experts: int) -> None:
-        """Keep the gaps that the parts of an expert have in its file in the slot, too, if they are
+        """Keep the gaps that the parts of a product have in the file in the slot, too, if they are
         the same for all experts. In GGUF files they are, because each tensor holds one part of all
-        experts. Such a slot is a stretch of the file, most of which belongs to other experts.
+        experts, and gate and up have one type. Such a slot is a stretch of the file, most of which
+        belongs to other experts.
         """
-        if self.extent(0) is None and (offsets := self._apart(num_experts)) is not None:
+        if self._begins(0) is None and (offsets := self._apart(num_experts)) is not None:
             specs = {spec.name: spec for spec in self.layout.params}
             moved = [replace(specs[name], offset=at) for name, at in offsets.items()]
             moved.sort(key=lambda spec: spec.offset)
             self.layout = self._applied(ExpertLayout(tuple(moved)))
 
     def _apart(self, num_experts: int) -> dict[str, int] | None:
-        """The distance of each part from the first one in the file, by its name. None if experts
-        differ in it.
+        """The distance of each part from the first one of its product in the file, by its name.
+        None if experts differ in it.
         """
-        names = [spec.name for recipe in self.recipes for spec in recipe.stored]
         if self._copies(0) is None:
             return None
-        distances: set[tuple[int, ...]] = set()
-        for expert_idx in range(num_experts):
-            extents = [each for recipe in self.recipes for each in recipe.extents(expert_idx)]
-            # A parameter that is neither packed nor split has to be in one piece.
-            if len(extents) != len(names) or len({extent.file for extent in extents}) > 1:
+        offsets: dict[str, int] = {}
+        for is_of_down in (False, True):
+            recipes = [recipe for recipe in self.recipes if recipe.is_of_down == is_of_down]
+            names = [spec.name for recipe in recipes for spec in recipe.stored]
+            if (found := _distances(recipes, num_experts, len(names))) is None:
                 return None
-            first = min(extent.offset for extent in extents)
-            distances.add(tuple(extent.offset - first for extent in extents))
-            if len(distances) > 1:
-                return None
-        (offsets,) = distances
-        return dict(zip(names, offsets, strict=True))
+            offsets |= zip(names, found, strict=True)
+        return offsets
+
+    def mapped(
+        self, expert_idx: int, mapped: Callable[[Extent], memoryview]
+    ) -> MappedExpert | None:
+        """An expert where `mapped` has the bytes of its files; None if its parts do not lie there
+        as in a slot, or if they are converted.
+        """
+        if (begins := self._begins(expert_idx)) is None:
+            return None
+        parts: dict[str, memoryview] = {}
+        addresses = [0, 0]
+        for recipe in self.recipes:
+            file, begin = begins[recipe.is_of_down]
+            for spec in recipe.stored:
+                part = mapped(Extent(file, begin + spec.offset, spec.num_bytes))
+                addresses[recipe.is_of_down] = address_of(part) - spec.offset
+                parts[spec.name] = part
+        return MappedExpert(parts, addresses[0], addresses[1] or addresses[0])
 
     @property
     def is_byte_copy(self) -> bool:
@@ -130,6 +149,21 @@ class LayerRecipes:
     def bytes_per_expert(self) -> int:
         """Bytes read from disk for one expert."""
         return sum(extent.num_bytes for recipe in self.recipes for extent in recipe.extents(0))
+
+    def read_mapped(self, expert_idx: int, reader: Reader, expert: MappedExpert) -> None:
+        """Make the bytes of a mapped expert present. Raises CheckpointError."""
+        pieces: list[Piece] = []
+        for recipe in self.recipes:
+            copies = recipe.copies(expert_idx)
+            assert copies is not None, recipe.name
+            specs = (
+                recipe.stored if len(recipe.stored) == len(copies) else recipe.stored * len(copies)
+            )
+            for (extent, at), spec in zip(copies, specs, strict=True):
+                first = at - spec.offset
+                part = expert.parts[spec.name][first : first + extent.num_bytes]
+                pieces.append((extent, part))
+        reader.read(pieces)
 
     def load(self, expert_idx: int, reader: Reader, slot: memoryview) -> None:
         """Fill a slot with one expert. Everything that needs no conversion goes to the reader in
@@ -158,6 +192,25 @@ class LayerRecipes:
         return compute_from_parts
 
 
+def _distances(
+    recipes: Sequence[Recipe], num_experts: int, num_parts: int
+) -> tuple[int, ...] | None:
+    """The bytes from the first part of a product in its file to each of so many. None if experts
+    differ, or if a part is not in one piece.
+    """
+    found: tuple[int, ...] | None = None
+    for expert_idx in range(num_experts):
+        extents = [extent for recipe in recipes for extent in recipe.extents(expert_idx)]
+        if len(extents) != num_parts or len({extent.file for extent in extents}) > 1:
+            return None
+        first = min((extent.offset for extent in extents), default=0)
+        distances = tuple(extent.offset - first for extent in extents)
+        if found not in (None, distances):
+            return None
+        found = distances
+    return found
+
+
 class ExpertLoader:
     """Fills slots with the experts of one checkpoint, in any read thread."""
 
@@ -167,11 +220,17 @@ class ExpertLoader:
         self._reader = reader
         self._positions: dict[ExpertKey, tuple[int, str, int]] = {}  # of those asked for so far
 
-    def read(self, key: ExpertKey, slot: memoryview) -> None:
+    def read(self, key: ExpertKey, slot: memoryview | MappedExpert) -> None:
         """Read an expert that a layer waits for. Raises CheckpointError."""
-        self.recipes[key.moe_layer_idx].load(key.expert_idx, self._reader, slot)
+        recipes = self.recipes[key.moe_layer_idx]
+        if isinstance(slot, MappedExpert):
+            recipes.read_mapped(key.expert_idx, self._reader, slot)
+        else:
+            recipes.load(key.expert_idx, self._reader, slot)
 
-    def read_ahead(self, key: ExpertKey, slot: memoryview, is_wanted: Callable[[], bool]) -> None:
+    def read_ahead(
+        self, key: ExpertKey, slot: memoryview | MappedExpert, is_wanted: Callable[[], bool]
+    ) -> None:
         """Read an expert that no layer waits for. The read gives way to those that one waits for,
         until `is_wanted` says that this one is waited for, too.
         """
@@ -188,16 +247,15 @@ class ExpertLoader:
             self._positions[key] = key.moe_layer_idx, str(first.file), first.offset
         return self._positions[key]
 
-    def mapped_bytes(self, key: ExpertKey) -> memoryview | None:
-        """The bytes of a slot with this expert as the page cache has them; `read` into them makes
-        them present. None if its parts lie apart or are converted. Raises CheckpointError.
+    def mapped(self, key: ExpertKey) -> MappedExpert | None:
+        """An expert where the page cache has its bytes; `read` makes them present. None if its
+        parts are converted or lie otherwise than in a slot. Raises CheckpointError.
         """
-        extent = self.recipes[key.moe_layer_idx].extent(key.expert_idx)
-        if extent is None:
-            return None
+        recipes = self.recipes[key.moe_layer_idx]
         try:
-            return self._reader.mapped(extent)
+            return recipes.mapped(key.expert_idx, self._reader.mapped)
         except OSError as error:
+            extent = recipes.recipes[0].extents(key.expert_idx)[0]
             where = f"{extent.file}: cannot be read at byte {extent.offset}"
             raise CheckpointError(f"{where}: {error.strerror or error}") from error
 

@@ -87,6 +87,10 @@ def _bookkeeping(
         device_slots,
         layer_slot_bytes=[recipes.layout.slot_bytes for recipes in plan.recipes],
         num_experts=sum(map(len, keys)) if local_LE is None else int(local_LE.sum()),
+        expert_bytes=sum(
+            (len(own) if local_LE is None else int(local_LE[i].sum())) * recipes.bytes_per_expert()
+            for i, (own, recipes) in enumerate(zip(keys, plan.recipes, strict=True))
+        ),
         make_policy=partial(
             make_policy,
             config.policy,
@@ -96,7 +100,7 @@ def _bookkeeping(
         ),
         fills=(loader.read, loader.read_ahead),
         in_file_order=loader.in_file_order,
-        mapped_bytes=loader.mapped_bytes,
+        mapped=loader.mapped,
         can_map=loader.can_map,
     )
     return Bookkeeping(

@@ -91,7 +91,7 @@ class LayerComputer:
             experts = fused_layer(layer, recipes)
         if isinstance(experts, Found):
             self.by_kernels = FusedBackend(
-                experts.path, slots.address_of, weighs_input=layer.adapter.weighs_input
+                experts.path, slots, weighs_input=layer.adapter.weighs_input
             )
         self.verdict: Verdict[Any] = experts  # whether kernels compute them
         self._layer = layer
@@ -147,8 +147,11 @@ class LayerComputer:
         backend = self.by_kernels
         if backend is None or backend.weighs_input:
             return None
-        addresses = [backend.address_of(slot_id) for slot_id in slot_ids]
-        return Residents(backend.experts, np.array(addresses, np.int64))
+        return Residents(
+            backend.experts,
+            np.array([backend.slots.address_of(slot_id) for slot_id in slot_ids], np.int64),
+            np.array([backend.slots.address_of_down(slot_id) for slot_id in slot_ids], np.int64),
+        )
 
 
 class CallsWork:

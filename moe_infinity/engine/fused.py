@@ -5,7 +5,7 @@ T tokens, K experts per token, P = T * K (token, k) pairs, D model width.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from moe_infinity.experts import Routing, rows_of_experts
 from moe_infinity.kernels.many_rows import RowPath
+from moe_infinity.memory.slots import Slots
 
 if TYPE_CHECKING:
     from moe_infinity.kernels.cpu.experts import FusedExperts, Rows
@@ -24,14 +25,12 @@ NO_ROW = -1  # of a pair without an expert
 class FusedBackend:
     """Computes the experts of one MoE layer with our kernels."""
 
-    def __init__(
-        self, experts: FusedExperts, address_of: Callable[[int], int], *, weighs_input: bool
-    ) -> None:
-        """`address_of(slot_id)` is where a slot begins in memory. The weights of a routing scale
-        what comes out of an expert or, with `weighs_input`, what goes in.
+    def __init__(self, experts: FusedExperts, slots: Slots, *, weighs_input: bool) -> None:
+        """The weights of a routing scale what comes out of an expert or, with `weighs_input`, what
+        goes in.
         """
         self.experts = experts
-        self.address_of = address_of
+        self.slots = slots
         self.weighs_input = weighs_input
 
     def compute(
@@ -45,7 +44,8 @@ class FusedBackend:
         rows.compute(
             [rows_of[expert_idx].start for expert_idx in expert_idxs],
             [rows_of[expert_idx].stop for expert_idx in expert_idxs],
-            [self.address_of(slot_id) for slot_id in slot_ids],
+            [self.slots.address_of(slot_id) for slot_id in slot_ids],
+            [self.slots.address_of_down(slot_id) for slot_id in slot_ids],
         )
 
 

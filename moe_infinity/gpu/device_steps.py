@@ -34,7 +34,7 @@ from moe_infinity.gpu.device_table import DeviceTable
 from moe_infinity.gpu.kernels import Kernels
 from moe_infinity.gpu.reports import ReportPoller, evict_all
 from moe_infinity.kernels.triton.slot_mlp import SlotMlp
-from moe_infinity.memory.device import SourceSlots
+from moe_infinity.memory.device import DeviceSlots, SourceSlots
 
 MAX_PAIRS = 512  # (token, k) of one MoE layer in one step
 
@@ -74,6 +74,7 @@ class DeviceSteps:
         self.kernels = kernels
         device, self._host = bookkeeping.tiers
         slots = device.slots
+        assert isinstance(slots, DeviceSlots), slots
         self._residency = device.table
         self._mover = device.mover
         slots_SB = slots.tensor_of(0, slots.num_bytes).view(slots.num_slots, slots.slot_bytes)

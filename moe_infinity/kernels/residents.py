@@ -15,3 +15,4 @@ class Residents(NamedTuple):
 
     experts: FusedExperts
     addresses_E: Ints  # int64: where the slot of each begins
+    down_addresses_E: Ints  # int64: from where its down_proj lies as in a slot

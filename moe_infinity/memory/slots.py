@@ -8,16 +8,17 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from moe_infinity.errors import ConfigError
-from moe_infinity.experts import ExpertKey, ExpertLayout
+from moe_infinity.experts import ExpertKey, ExpertLayout, MappedExpert, ParamSpec
 from moe_infinity.layout import view_of
 from moe_infinity.sizes import format_bytes, parse_size
 from moe_infinity.system.machine import available_memory_bytes, machine_memory_bytes
-from moe_infinity.system.memory import huge_pages
+from moe_infinity.system.memory import address_of, huge_pages
 
 # The share that experts get of what is free once the dense weights are loaded, unless host_memory
 # is set. The rest is for the KV cache, activations and other programs; a convention, not a
@@ -27,7 +28,7 @@ AUTOMATIC_SHARE = 0.7
 # while a model computes, which makes up for the narrower rest.
 FITTING_SHARE = 0.85
 
-MappedBytes = Callable[[ExpertKey], memoryview | None]
+Mapped = Callable[[ExpertKey], MappedExpert | None]
 
 
 class Slots(ABC):
@@ -48,9 +49,13 @@ class Slots(ABC):
     def address_of(self, slot_id: int) -> int:
         """The memory address of the slot's first byte."""
 
+    def address_of_down(self, slot_id: int) -> int:
+        """The same for the parts of `down_proj`: they lie from there on as the layout says."""
+        return self.address_of(slot_id)
+
     @abstractmethod
-    def tensor_of(self, slot_id: int, num_bytes: int) -> Tensor:
-        """uint8 [num_bytes] from the slot's first byte."""
+    def part_of(self, slot_id: int, spec: ParamSpec) -> Tensor:
+        """uint8 [bytes]: a part of the expert in a slot."""
 
 
 class BufferSlots(Slots):
@@ -67,6 +72,10 @@ class BufferSlots(Slots):
         """uint8 [num_bytes] from the slot's first byte; it may reach into the slots that follow."""
         start = slot_id * self.slot_bytes
         return self._buffer[start : start + num_bytes]
+
+    def part_of(self, slot_id: int, spec: ParamSpec) -> Tensor:
+        """uint8 [bytes]: a part of the expert in a slot."""
+        return self.tensor_of(slot_id, self.slot_bytes)[spec.offset :][: spec.num_bytes]
 
 
 class HostSlots(BufferSlots):
@@ -95,32 +104,42 @@ class HostSlots(BufferSlots):
 
 
 class MappedSlots(Slots):
-    """Slots that are the bytes of an expert in its mapped file, as `mapped_bytes` gives them, or
-    memory of their own where it gives none. The expert is chosen when the slot is filled.
+    """Slots that are the bytes of an expert in its mapped files, as `mapped` gives them, or memory
+    of their own where it gives none. The expert is chosen when the slot is filled.
 
     Nothing is copied: a model that is in the page cache computes at once, and its bytes are in
     memory once, not twice. The price: what is written to a file in place changes its experts at
     once. A forward pass in which that happens is an error.
     """
 
-    def __init__(self, num_slots: int, slot_bytes: int, mapped_bytes: MappedBytes) -> None:
+    def __init__(self, num_slots: int, slot_bytes: int, num_bytes: int, mapped: Mapped) -> None:
+        """`num_bytes` are those of all experts together."""
         super().__init__(num_slots, slot_bytes, torch.device("cpu"))
-        self._mapped_bytes = mapped_bytes
-        self._tensors: dict[int, Tensor] = {}
+        self.num_bytes = num_bytes
+        self._mapped = mapped
+        self._places: dict[int, memoryview | MappedExpert] = {}
 
-    def bytes_for(self, slot_id: int, key: ExpertKey) -> memoryview:
+    def bytes_for(self, slot_id: int, key: ExpertKey) -> memoryview | MappedExpert:
         """The bytes to fill so that the slot has this expert."""
-        memory = self._mapped_bytes(key)
-        if memory is None:
-            memory = huge_pages(self.slot_bytes)
-        self._tensors[slot_id] = torch.frombuffer(memory, dtype=torch.uint8)
-        return memory
+        place = self._mapped(key) or huge_pages(self.slot_bytes)
+        self._places[slot_id] = place
+        return place
 
     def address_of(self, slot_id: int) -> int:
-        return self._tensors[slot_id].data_ptr()
+        place = self._places[slot_id]
+        return place.address if isinstance(place, MappedExpert) else address_of(place)
 
-    def tensor_of(self, slot_id: int, num_bytes: int) -> Tensor:
-        return self._tensors[slot_id][:num_bytes]
+    def address_of_down(self, slot_id: int) -> int:
+        """The same for the parts of `down_proj`: they lie from there on as the layout says."""
+        place = self._places[slot_id]
+        return place.address_of_down if isinstance(place, MappedExpert) else address_of(place)
+
+    def part_of(self, slot_id: int, spec: ParamSpec) -> Tensor:
+        """uint8 [bytes]: a part of the expert in a slot."""
+        place = self._places[slot_id]
+        if isinstance(place, MappedExpert):
+            return torch.frombuffer(place.parts[spec.name], dtype=torch.uint8)
+        return torch.frombuffer(place, dtype=torch.uint8)[spec.offset :][: spec.num_bytes]
 
 
 class SlotViews:
@@ -136,8 +155,10 @@ class SlotViews:
     def __getitem__(self, slot_id: int) -> dict[str, Tensor]:
         address = self._slots.address_of(slot_id)
         if address not in self._params:
-            slot = self._slots.tensor_of(slot_id, self._layout.slot_bytes)
-            self._params[address] = {spec.name: view_of(spec, slot) for spec in self._layout.params}
+            self._params[address] = {
+                spec.name: view_of(replace(spec, offset=0), self._slots.part_of(slot_id, spec))
+                for spec in self._layout.params
+            }
         return self._params[address]
 
 
@@ -148,12 +169,19 @@ def automatic_budget(free_bytes: int, *, expert_bytes: int) -> int:
     return int(free_bytes * AUTOMATIC_SHARE)
 
 
-def num_host_slots(host_memory: int | str | None, *, slot_bytes: int, num_experts: int) -> int:
-    """How many slots `host_memory` allows, at most one per expert.
+def num_host_slots(
+    host_memory: int | str | None,
+    *,
+    slot_bytes: int,
+    num_experts: int,
+    mapped_bytes: int | None = None,
+) -> int:
+    """How many slots `host_memory` allows, at most one per expert. With `mapped_bytes` all experts
+    take no more than these, if all fit.
 
     Raises ConfigError if it holds no expert, or is more than the machine has.
     """
-    everything = slot_bytes * num_experts
+    everything = slot_bytes * num_experts if mapped_bytes is None else mapped_bytes
     if host_memory is None:
         budget = automatic_budget(available_memory_bytes(), expert_bytes=everything)
     else:
@@ -172,4 +200,4 @@ def num_host_slots(host_memory: int | str | None, *, slot_bytes: int, num_expert
             f"hint: raise host_memory; all {num_experts} experts together take "
             f"{format_bytes(everything)}"
         )
-    return min(budget // slot_bytes, num_experts)
+    return num_experts if budget >= everything else min(budget // slot_bytes, num_experts)

@@ -19,7 +19,7 @@ from moe_infinity.experts import ExpertKey, Tier
 from moe_infinity.memory.device import PAGE_BYTES, DeviceSlots, SourceSlots, round_up
 from moe_infinity.memory.device_mover import DeviceMover
 from moe_infinity.memory.mover import Mover
-from moe_infinity.memory.slots import HostSlots, MappedBytes, MappedSlots, num_host_slots
+from moe_infinity.memory.slots import HostSlots, Mapped, MappedSlots, num_host_slots
 from moe_infinity.report import TierOccupancy
 
 Fill = Callable[..., None]  # (expert, slot, ...): read an expert's bytes from disk
@@ -56,10 +56,11 @@ def make_tiers(
     *,
     layer_slot_bytes: Sequence[int],  # by MoE layer: the slot size its experts need
     num_experts: int,
+    expert_bytes: int,  # of all experts, as they are stored
     make_policy: Callable[..., EvictionPolicy],
     fills: tuple[Fill, Fill],  # for demand loads, for those that give way
     in_file_order: InOrder,
-    mapped_bytes: MappedBytes,  # an expert where its file has it as a slot would
+    mapped: Mapped,  # an expert where its files have it as a slot would
     can_map: Callable[[], bool],  # True to use them there
 ) -> list[SlotTier]:
     """The tiers of a model; without `device_slots` HOST alone.
@@ -69,12 +70,18 @@ def make_tiers(
     slot_bytes = max(layer_slot_bytes)
     if device_slots is not None:
         slot_bytes = round_up(slot_bytes, PAGE_BYTES)
-    num_slots = num_host_slots(config.host_memory, slot_bytes=slot_bytes, num_experts=num_experts)
+    may_map = device_slots is None and can_map()
+    num_slots = num_host_slots(
+        config.host_memory,
+        slot_bytes=slot_bytes,
+        num_experts=num_experts,
+        mapped_bytes=expert_bytes if may_map else None,
+    )
     slots: HostSlots | MappedSlots
     if device_slots is not None:
         slots = SourceSlots(device_slots.cuda_device, num_slots, slot_bytes)
-    elif num_slots == num_experts and can_map():
-        slots = MappedSlots(num_slots, slot_bytes, mapped_bytes)
+    elif may_map and num_slots == num_experts:
+        slots = MappedSlots(num_slots, slot_bytes, expert_bytes, mapped)
     else:
         slots = HostSlots(num_slots, slot_bytes)
     policy = make_policy(num_slots=num_slots)

@@ -85,7 +85,9 @@ def stale_host_bytes(moe: MoE, mover: DeviceMover, cuda_device: FakeCudaDevice) 
         while engine.tiers[-1].table.num_loading:
             mover.record_arrivals()
     cuda_device.synchronize()
-    found = {key: engine.tiers[0].slots.tensor_of(slot_ids[key], 3072).clone() for key in keys}
+    slots = engine.tiers[0].slots
+    assert isinstance(slots, DeviceSlots)
+    found = {key: slots.tensor_of(slot_ids[key], 3072).clone() for key in keys}
     for key in keys:
         slot = bytearray(3072)
         engine.loader.read(key, memoryview(slot))

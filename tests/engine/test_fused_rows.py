@@ -16,6 +16,7 @@ from moe_infinity.kernels import many_rows
 from moe_infinity.kernels.cpu.experts import fused_experts
 from moe_infinity.kernels.reference import Activation, PlainMlp
 from moe_infinity.layout import WeightLayout
+from moe_infinity.memory.slots import BufferSlots
 
 pytestmark = pytest.mark.arithmetic
 
@@ -60,7 +61,7 @@ def fused_backend(*, weighs_input: bool = False) -> FusedBackend:
     assert fused is not None
     return FusedBackend(
         fused,
-        lambda slot_id: SLOTS[slot_id].data_ptr(),
+        BufferSlots(SLOTS.view(torch.uint8).flatten(), SLOTS.shape[1] * 4),
         weighs_input=weighs_input,
     )
 

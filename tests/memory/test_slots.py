@@ -115,3 +115,16 @@ def test_an_allocation_the_machine_cannot_make_is_a_clear_error():
 )
 def test_bytes_are_shown_in_binary_units(num_bytes, text):
     assert format_bytes(num_bytes) == text
+
+
+def test_experts_in_their_files_take_the_bytes_that_they_have_there(monkeypatch):
+    """Not those of the widest layer, by which slots are made."""
+    monkeypatch.setattr(slots, "available_memory_bytes", lambda: 100 * MIB)
+
+    def num(host_memory: str | None) -> int:
+        return num_host_slots(
+            host_memory, slot_bytes=2 * MIB, num_experts=100, mapped_bytes=84 * MIB
+        )
+
+    assert (num(None), num("84MiB"), num("100%")) == (100, 100, 100)
+    assert num("83MiB") == 41

@@ -220,6 +220,7 @@ class DecoderSteps:
         self._routed[layer] = RoutedCall(**dict.fromkeys(RoutedCall._fields, 0))._replace(
             job=self._jobs[layer].ctypes.data,
             addresses=residents.addresses_E.ctypes.data,
+            down_addresses=residents.down_addresses_E.ctypes.data,
             num_experts=fixed.num_experts,
             top_k=fixed.top_k,
             width=fixed.width,
@@ -278,6 +279,7 @@ class DecoderSteps:
             "starts": 8 * num_pairs,
             "stops": 8 * num_pairs,
             "slots": 8 * num_pairs,
+            "downs": 8 * num_pairs,
             "state": len(self._kernels) * _state_bytes(num_pairs),
             "weights": 4 * num_pairs,
             "inputs": width * self._most_seqs,

@@ -132,12 +132,14 @@ class FusedExperts:
         starts: Sequence[int],
         addresses: Sequence[int],
         path: RowPath = RowPath.FEW,
+        *,
+        downs: Sequence[int] | None = None,
     ) -> Tensor:
         """[P, D] -> [P, D]. Expert i has the rows from starts[i] to starts[i + 1], and its slot
-        begins at addresses[i].
+        begins at addresses[i], or for down_proj at downs[i].
         """
         rows = self.begin(inputs_PD, len(inputs_PD), path=path)
-        rows.compute(starts[:-1], starts[1:], addresses)
+        rows.compute(starts[:-1], starts[1:], addresses, downs or addresses)
         return rows.out_PD.to(inputs_PD.dtype)
 
     def begin(
@@ -165,10 +167,14 @@ class Rows(ABC):
 
     @abstractmethod
     def compute(
-        self, starts: Sequence[int], stops: Sequence[int], addresses: Sequence[int]
+        self,
+        starts: Sequence[int],
+        stops: Sequence[int],
+        addresses: Sequence[int],
+        downs: Sequence[int],
     ) -> None:
         """Fill `out_PD` from starts[i] to stops[i] for the expert whose slot begins at
-        addresses[i], where it has to stay until this returns.
+        addresses[i], or for down_proj at downs[i], where it has to stay until this returns.
         """
 
     def sum(self, row_P: Ints, top_k_weights_TK: Tensor) -> Tensor:
@@ -196,17 +202,21 @@ class WidenedRows(Rows):
         self.out_PD = host_float32(num_rows, inputs_TD.shape[1])
 
     def compute(
-        self, starts: Sequence[int], stops: Sequence[int], addresses: Sequence[int]
+        self,
+        starts: Sequence[int],
+        stops: Sequence[int],
+        addresses: Sequence[int],
+        downs: Sequence[int],
     ) -> None:
         """Fill `out_PD`, as each class of `Rows` does."""
 
-        def compute_one(expert: tuple[int, int, int]) -> None:
-            start, stop, address = expert
+        def compute_one(expert: tuple[int, int, int, int]) -> None:
+            start, stop, address, down = expert
             rows = slice(start, stop) if self._tokens_P is None else self._tokens_P[start:stop]
             x_RD = self._inputs_TD[rows]
-            self.out_PD[start:stop] = self._experts.compute(x_RD, address)
+            self.out_PD[start:stop] = self._experts.compute(x_RD, address, down)
 
-        run_all(compute_one, zip(starts, stops, addresses, strict=True))
+        run_all(compute_one, zip(starts, stops, addresses, downs, strict=True))
 
 
 class FusedRows(Rows):
@@ -231,7 +241,11 @@ class FusedRows(Rows):
         self.out_PD = host_float32(num_rows, experts.down.num_rows)
 
     def compute(
-        self, starts: Sequence[int], stops: Sequence[int], addresses: Sequence[int]
+        self,
+        starts: Sequence[int],
+        stops: Sequence[int],
+        addresses: Sequence[int],
+        downs: Sequence[int],
     ) -> None:
         """Fill `out_PD`, as each class of `Rows` does."""
         run_job(
@@ -240,6 +254,7 @@ class FusedRows(Rows):
             starts,
             stops,
             addresses,
+            downs,
             num_threads=num_threads(),
             x=self._x.data_ptr(),
             x_is_shared=int(self._is_shared),

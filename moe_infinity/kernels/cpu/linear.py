@@ -106,6 +106,7 @@ class FusedLinear:
             [0],
             [len(x)],
             [0],
+            [0],
             num_threads=num_threads() if self._is_worth_sharing(len(x)) else 1,
             x=arranged.data_ptr(),
             x_is_shared=0,

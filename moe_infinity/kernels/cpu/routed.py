@@ -45,6 +45,7 @@ class RoutedCall(NamedTuple):
     # of the layer
     job: int  # what work.experts is called with
     addresses: int  # int64 [E]: where the slot of each expert begins
+    down_addresses: int  # the same for down_proj
     num_experts: int  # E
     top_k: int  # K
     width: int  # D
@@ -57,6 +58,7 @@ class RoutedCall(NamedTuple):
     starts: int  # int64 [P], as in KernelJob
     stops: int
     slots: int
+    downs: int
     state: int  # of this layer alone
     weights: int  # float32 [P]
     inputs: int  # float32 [B, D]
@@ -93,6 +95,7 @@ def _sort(call):  # type: ignore[no-untyped-def]
             put_int(call.starts, found, start)
             put_int(call.stops, found, start + count)
             put_int(call.slots, found, int_at(call.addresses, expert))
+            put_int(call.downs, found, int_at(call.down_addresses, expert))
             found += 1
             start += count
     for pair in range(num_pairs):

@@ -193,9 +193,10 @@ class WidenedExperts:
         self._biases: Sequence[ParamSpec | None] = biases or (None, None)
         self._is_interleaved = is_interleaved
 
-    def compute(self, x_RD: Tensor, slot: int) -> Tensor:
-        """[R, D] -> [R, D] of the expert in the slot that begins there. As in the model's own code,
-        what comes out of a product or of the activation is rounded to bfloat16.
+    def compute(self, x_RD: Tensor, slot: int, down: int) -> Tensor:
+        """[R, D] -> [R, D] of the expert in the slot that begins there, or for down_proj at `down`.
+        As in the model's own code, what comes out of a product or of the activation is rounded to
+        bfloat16.
         """
         up_bias, down_bias = self._biases
         up_RF = _product(self._up, self._up_pieces, slot, x_RD, up_bias).float()
@@ -205,7 +206,7 @@ class WidenedExperts:
             hidden = self._activation(up_RF[:, 0::2], up_RF[:, 1::2])
         else:
             hidden = self._activation(*up_RF.chunk(2, dim=1))
-        return _product(self._down, self._down_pieces, slot, hidden.to(x_RD.dtype), down_bias)
+        return _product(self._down, self._down_pieces, down, hidden.to(x_RD.dtype), down_bias)
 
 
 def _product(

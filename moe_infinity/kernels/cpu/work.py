@@ -84,6 +84,7 @@ class KernelJob(NamedTuple):
     starts: int  # first row of each expert
     stops: int  # one more than its last
     slots: int  # of each expert
+    downs: int  # the same, from which down_proj lies as in a slot
     num_experts: int
     x: int  # float32 [P, ...], arranged
     x_is_shared: int  # one row that all experts have
@@ -212,7 +213,7 @@ def experts(call: int) -> None:
             expert = (item - ups) // mlp.num_down
             wait_for(job.state + 8 * (OF_EXPERTS + LINE * expert + 1), 1, job.yield_)
             block = block_at(mlp.down_blocks + BLOCK_BYTES * ((item - ups) % mlp.num_down))
-            slot = int_at(job.slots, expert)
+            slot = int_at(job.downs, expert)
             p = int_at(job.starts, expert)
             stop = int_at(job.stops, expert)
             multiply(block, slot, p, stop, job.hidden, block.x_bytes, job.out, mlp.out_bytes)
@@ -231,6 +232,7 @@ def run_job(
     starts: Sequence[int],
     stops: Sequence[int],
     slots: Sequence[int],
+    downs: Sequence[int],
     *,
     num_threads: int,
     **rest: int,
@@ -241,21 +243,22 @@ def run_job(
     num_experts = len(slots)
     num_state = OF_EXPERTS + LINE * num_experts
     memory = array("q", bytes(8 * num_state))
-    for values in (starts, stops, slots):
+    for values in (starts, stops, slots, downs):
         memory.extend(values)
     # Grows no more from here on: its address is taken.
     memory.extend([0] * (JOB_AT + len(KernelJob._fields)))
     at = memory.buffer_info()[0]
-    lists = [at + 8 * (num_state + i * num_experts) for i in range(4)]
+    lists = [at + 8 * (num_state + i * num_experts) for i in range(5)]
     job = KernelJob(
         state=at,
         starts=lists[0],
         stops=lists[1],
         slots=lists[2],
+        downs=lists[3],
         num_experts=num_experts,
         yield_=yield_address(),
         **rest,
     )
-    call = num_state + 3 * num_experts
+    call = num_state + 4 * num_experts
     memory[call:] = array("q", [mlp.buffer_info()[0], arrangement.buffer_info()[0], *job])
-    team.run(experts.address, lists[3], num_threads)
+    team.run(experts.address, lists[4], num_threads)

@@ -159,7 +159,8 @@ def test_one_expert_for_each_of_a_tokens_rows_may_mix_kinds():
     assert fused is not None
     x = torch.randn(1, 256)
     rows_of_x = fused.begin(x, 3)
-    rows_of_x.compute([0, 1, 2], [1, 2, 3], [each.data_ptr() for each in memory])
+    places = [each.data_ptr() for each in memory]
+    rows_of_x.compute([0, 1, 2], [1, 2, 3], places, places)
     for row, each in zip(rows_of_x.out_PD, memory, strict=True):
         assert torch.equal(row, fused(x, [0, 1], [each.data_ptr()])[0])
 

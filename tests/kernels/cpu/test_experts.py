@@ -287,3 +287,20 @@ def test_what_kernels_do_not_read_is_refused():
     assert words.fused is None
     whole = [replace(part, dtype="int32") for part in (up_bias, down_bias)]
     assert fused_experts([gate_up], [down], SILU, biases=whole) is None
+
+
+def test_down_may_lie_in_other_memory_than_gate_and_up():
+    """As in a mapped file where its experts have another size. The other part of each is spoilt."""
+    experts = Experts("q4_k", 256, 256)
+    x_PD, starts = torch.randn(5, 256), [0, 2, 2, 4, 5]
+    expected = experts.compute(x_PD, starts)
+    at = experts.described[-1].values.offset
+    ups, downs = experts.slots.clone(), torch.cat([experts.slots, experts.slots]).flip(0)
+    ups[:, at:] = 0
+    downs[:, :at] = 0
+    assert experts.fused is not None
+    found = experts.fused(
+        x_PD, starts, [slot.data_ptr() for slot in ups],
+        downs=[downs[len(downs) - 1 - i].data_ptr() for i in range(4)],
+    )  # fmt: skip
+    assert torch.equal(found, expected)
