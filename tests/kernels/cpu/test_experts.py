@@ -291,7 +291,7 @@ def test_what_kernels_do_not_read_is_refused():
 
 def test_down_may_lie_in_other_memory_than_gate_and_up():
     """As in a mapped file where its experts have another size. The other part of each is spoilt."""
-    experts = Experts("q4_k", 256, 256)
+    experts = Experts("ggml q4_k", 256, 256)
     x_PD, starts = torch.randn(5, 256), [0, 2, 2, 4, 5]
     expected = experts.compute(x_PD, starts)
     at = experts.described[-1].values.offset
