@@ -82,14 +82,12 @@ def test_a_client_has_its_share_of_the_threads_and_others_have_theirs():
 
 def test_clients_that_wait_take_turns():
     order: list[str] = []
-    release = threading.Event()
+    releases = [threading.Event() for _ in range(NUM_THREADS)]
 
     async def main(prepared: Preparation) -> None:
         first = [
-            asyncio.create_task(
-                prepared.run(request_of(str(each)), lambda: release.wait(30) and None)
-            )
-            for each in range(NUM_THREADS)
+            asyncio.create_task(prepared.run(request_of(str(each)), partial(release.wait, 30)))
+            for each, release in enumerate(releases)
         ]
         await asyncio.sleep(0.1)
         rest = [
@@ -97,12 +95,16 @@ def test_clients_that_wait_take_turns():
             for name in "aaabbc"
         ]
         await asyncio.sleep(0.1)
-        release.set()
-        await asyncio.gather(*first, *rest)
+        releases[0].set()  # its thread does all of the rest, one after the other
+        await asyncio.gather(*rest)
+        for release in releases:
+            release.set()
+        await asyncio.gather(*first)
 
     run(main)
     assert sorted(order[:3]) == ["a", "b", "c"]
-    assert sorted(order) == list("aaabbc")
+    assert sorted(order[3:5]) == ["a", "b"]
+    assert order[5:] == ["a"]
 
 
 def test_work_of_a_client_that_has_gone_is_never_begun():
