@@ -89,7 +89,7 @@ class TextCommand(TyperCommand):
     def invoke(self, ctx: Any) -> Any:
         for option in self.params:
             given = ctx.params.get(option.name or "")
-            for text in given if isinstance(given, (list, tuple)) else [given]:
+            for text in given if isinstance(given, list) else [given]:
                 if isinstance(text, str):
                     with utf8_only(option.opts[0]):
                         text.encode()

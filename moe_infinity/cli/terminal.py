@@ -129,11 +129,9 @@ def count_bar(what: str) -> Bar:
 
 @contextmanager
 def _bar(what: str, *columns: ProgressColumn) -> Iterator[OnProgress]:
-    if not stderr.is_interactive:  # no terminal, or a dumb one
-        yield lambda done, total: None
-        return
     shown = (TextColumn("{task.description}"), BarColumn(), *columns, TimeRemainingColumn())
-    with Progress(*shown, console=stderr, transient=True) as progress:
+    is_hidden = not stderr.is_interactive  # no terminal, or a dumb one
+    with Progress(*shown, console=stderr, transient=True, disable=is_hidden) as progress:
         task = progress.add_task(what, total=None)
 
         def update(done: int, total: int) -> None:
