@@ -23,7 +23,7 @@ from tests.architectures.encoder_decoders import (
     save_bin,
 )
 
-pytestmark = [pytest.mark.arithmetic, pytest.mark.sample(2)]
+pytestmark = [pytest.mark.arithmetic, pytest.mark.sample(3)]
 
 
 @pytest.fixture(scope="module", params=CONFIGS)

@@ -21,7 +21,7 @@ from moe_infinity.errors import ConfigError, TraceError
 from moe_infinity.inspection import inspect_checkpoint
 from tests.on_demand import ON_DEMAND
 
-pytestmark = [pytest.mark.arithmetic, pytest.mark.sample(2)]
+pytestmark = [pytest.mark.arithmetic, pytest.mark.sample(3)]
 
 PROMPT = torch.tensor([[3, 17, 5, 9, 40, 2, 77, 31]])
 

@@ -24,7 +24,7 @@ from moe_infinity.memory import mover as mover_module
 from moe_infinity.memory import threads as threads_module
 from tests.disk import Disk, Read
 
-pytestmark = [pytest.mark.timeout(60), pytest.mark.sample(2)]
+pytestmark = [pytest.mark.timeout(60), pytest.mark.sample(3)]
 INPUTS = {"input_ids": torch.tensor([[5, 6, 9]]), "attention_mask": torch.ones(1, 3).long()}
 
 

@@ -28,7 +28,7 @@ from tests.quantized_checkpoints import CHECKPOINTS, build
 from tests.sweep.discover import architectures_in
 from tests.sweep.tiny import tiny_model
 
-pytestmark = [pytest.mark.arithmetic, pytest.mark.sample(2)]
+pytestmark = [pytest.mark.arithmetic, pytest.mark.sample(3)]
 
 IDS = torch.arange(3, 3 + 12).view(1, 12) * 4 % 128
 WIDE = {"hidden_size": 256, "num_attention_heads": 4}  # as many columns as the kernels need
@@ -61,7 +61,7 @@ def token_by_token(folder: Path, ids: Tensor = IDS, **options: Any) -> Tensor:
     return found
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(3)
 def test_kernels_give_what_unpacked_experts_give_and_wrong_experts_do_not(
     name, folder, monkeypatch
 ):

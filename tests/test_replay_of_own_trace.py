@@ -41,7 +41,7 @@ def generate(moe: MoE, batches: Sequence[Prompts]) -> None:
 @pytest.mark.parametrize("batches", [SINGLY, BATCH, SINGLY + BATCH + SINGLY[:2]], ids=[
     "one after the other", "a batch", "both"
 ])  # fmt: skip
-@pytest.mark.sample(2)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("host_memory", ["13%", "40%"])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_replaying_a_runs_own_trace_gives_its_hits_misses_and_evictions(

@@ -17,7 +17,7 @@ from tests.fake_cuda import FakeCudaDevice, fake_device
 from tests.gpu.fast_device import CACHES, on_device
 from tests.on_device import LONG_PROMPT, PROMPT, greedy
 
-pytestmark = [pytest.mark.arithmetic, pytest.mark.sample(2)]
+pytestmark = [pytest.mark.arithmetic, pytest.mark.sample(3)]
 
 BUDGETS = {"device_memory": "30%", "host_memory": "50%"}
 EXACT = {"exact": True}

@@ -13,7 +13,7 @@ import transformers
 from moe_infinity import MoE, UnsupportedModelError
 from moe_infinity.engine.hooks import EngineLayer
 
-pytestmark = [pytest.mark.arithmetic, pytest.mark.sample(2)]
+pytestmark = [pytest.mark.arithmetic, pytest.mark.sample(3)]
 
 SMALL: dict[str, Any] = {
     "vocab_size": 128,
@@ -103,7 +103,7 @@ def prefill_and_generate(model) -> tuple[torch.Tensor, ...]:
     return model(**inputs).logits, out.sequences, torch.stack(out.logits)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(3)
 @pytest.mark.grid
 @pytest.mark.parametrize("implementation", ["grouped_mm", "eager"])
 def test_prefill_and_greedy_tokens_are_bitwise_those_of_stock(checkpoint, implementation):

@@ -25,7 +25,7 @@ from tests.architectures.encoder_decoders import (
 from tests.closeness import distance
 from tests.on_demand import ON_DEMAND
 
-pytestmark = [pytest.mark.arithmetic, pytest.mark.sample(2)]
+pytestmark = [pytest.mark.arithmetic, pytest.mark.sample(3)]
 
 NUM_STEPS = 19  # decode steps of 20 tokens
 # Of the largest logit. The loop that stands for stock's NLLB-MoE is code of this test, with other

@@ -27,7 +27,7 @@ TOLERANCE = 1e-4  # of the largest logit, float32: sums of at most 96 numbers in
 BUDGETS = ["4.2%", "50%", "100%"]  # the first is one slot: 24 to 32 experts in all
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", NAMED)
 def test_20_greedy_tokens_are_those_of_stock_at_three_budgets(name, tmp_path):
     (architecture,) = [a for a in discover.architectures_in(NAMED[name]) if a.name == name]

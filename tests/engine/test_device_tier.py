@@ -28,7 +28,7 @@ from tests.on_device import (
     greedy,
 )
 
-pytestmark = [pytest.mark.arithmetic, pytest.mark.sample(2)]
+pytestmark = [pytest.mark.arithmetic, pytest.mark.sample(3)]
 
 
 @pytest.fixture(scope="module")

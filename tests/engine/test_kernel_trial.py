@@ -55,7 +55,7 @@ def expected(tiny_checkpoint):
             return greedy(moe), greedy(moe, LONG_PROMPT)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(3)
 @pytest.mark.grid
 @pytest.mark.parametrize("host_memory", BUDGETS)
 @pytest.mark.parametrize("device_memory", BUDGETS)
@@ -67,7 +67,7 @@ def test_no_budget_of_either_tier_changes_a_token(
         assert_same_tokens(moe, expected, rounds=2)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     "folder",
     ["gpt_oss", "llama4", "longcat_flash", "nemotron_h", "mixtral", "aria"],

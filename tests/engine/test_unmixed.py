@@ -55,7 +55,7 @@ def test_experts_of_every_kind_of_class(folder, tmp_path):
     prompt_and_token(tmp_path, exact=True)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("implementation", ["eager", "grouped_mm", "fast"])
 def test_every_implementation(tiny_checkpoint, implementation):
     prompt_and_token(tiny_checkpoint, experts_implementation=implementation, prefetch=True)
@@ -68,7 +68,7 @@ def test_packed_experts(name, tmp_path):
     prompt_and_token(build(name, tmp_path / name), exact=True)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("expert_dtype", ["int4", "int8", "fp8"])
 def test_experts_packed_on_load(tiny_checkpoint, expert_dtype):
     prompt_and_token(tiny_checkpoint, expert_dtype=expert_dtype, exact=True)

@@ -32,7 +32,7 @@ from tests.quantize.packed_checkpoints import (
     tensors_of,
 )
 
-pytestmark = [pytest.mark.arithmetic, pytest.mark.sample(2)]
+pytestmark = [pytest.mark.arithmetic, pytest.mark.sample(3)]
 
 PRECISIONS = ["int4", "int8", "fp8"]
 PROMPT = torch.arange(3, 3 + 26).view(2, 13) * 4 % 128  # two sequences
@@ -80,7 +80,7 @@ def check_against_stock(folder: Path, source: Path, plain: Path) -> None:
 # What is written
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(3)
 def test_tokens_and_logits_are_those_of_the_plainly_unpacked_weights(folder, source, tmp_path):
     check_against_stock(folder, source, tmp_path / "plain")
 

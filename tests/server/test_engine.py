@@ -41,7 +41,7 @@ def until(is_so: Callable[[], bool]) -> None:
 # alone
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_without_batching_tokens_are_those_of_generate(tiny_checkpoint, dtype):
     with MoE(tiny_checkpoint, host_memory="50%", dtype=dtype) as moe:

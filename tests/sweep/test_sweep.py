@@ -38,7 +38,7 @@ FAST = {  # beside those of tests/architectures/test_architectures.py
 WITHOUT_SHORT_STEPS = ("diffusion_gemma",)  # it refines a canvas of tokens at once
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(3)
 @pytest.mark.sweep(FAST)
 def test_few_slots_give_the_bits_of_stock_and_wrong_experts_do_not(folder, tmp_path):
     rows = rows_of(folder, tmp_path)
@@ -54,7 +54,7 @@ def test_few_slots_give_the_bits_of_stock_and_wrong_experts_do_not(folder, tmp_p
 KERNELS = ("deepseek_v3", "gpt_oss", "qwen3_vl_moe", "zaya")
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(3)
 @pytest.mark.sweep(KERNELS)
 def test_steps_by_kernels_give_the_same_but_for_rounding(folder, tmp_path, monkeypatch):
     """transformers 5.17: linear layers of all 70 classes that load, experts of 62."""

@@ -58,7 +58,7 @@ def run(checkpoint: Path, device_memory: str) -> tuple[Outcome, bool]:
         return found, rows.called
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(3)
 @pytest.mark.sweep(FAST)
 def test_no_budget_changes_a_bit_and_the_exact_path_agrees(folder, tmp_path):
     for architecture in architectures_in(folder):

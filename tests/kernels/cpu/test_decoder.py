@@ -170,7 +170,7 @@ CASES = [
 ]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(3)
 @pytest.mark.grid
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES)

@@ -19,7 +19,7 @@ from moe_infinity.kernels.reference import FUNCTIONS, Activation
 from moe_infinity.layout import PLAIN, WeightLayout
 from tests.kernels.stored_weights import StoredExperts
 
-pytestmark = [pytest.mark.arithmetic, pytest.mark.sample(2)]
+pytestmark = [pytest.mark.arithmetic, pytest.mark.sample(3)]
 
 EPS = {dtype: torch.finfo(dtype).eps for dtype in (torch.float32, torch.float16, torch.bfloat16)}
 KINDS = [
@@ -124,7 +124,7 @@ STARTS = [0, 1, 3, 6, 11]  # experts of 1, 2, 3 and 5 rows
 MANY = [0, 7, 7, 19, 60]  # of 7, 0, 12 and 41
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_row_gets_what_its_expert_gives(kind):
     width = 256 if "64" in kind else 160

@@ -58,7 +58,7 @@ def test_every_kind_of_weight_computes_its_definition(kernels, kind, num_tokens)
     assert experts.largest_error(found, x, index, weights) < 1
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("act", ACTIVATIONS, ids=str)
 def test_activations_are_their_definition(kernels, act):
@@ -68,7 +68,7 @@ def test_activations_are_their_definition(kernels, act):
     assert experts.largest_error(found, x, index, weights) < 1
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("kind", ["bf16", "bf16 transposed"])
 def test_gpt_oss_has_biases_and_rows_of_gate_and_up_in_turn(kernels, kind):
@@ -166,7 +166,7 @@ def test_a_token_gets_the_same_bits_in_any_company():
         assert torch.equal(again[t], found[t])
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("num_tokens", [1, 5])
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_experts_may_be_computed_in_any_parts(kernels, num_tokens):
