@@ -365,8 +365,8 @@ def _sum(
         is_there = tl.load(index_P + pair) >= 0
         weight = tl.load(weights_P + pair).to(tl.float32)
         weight = 1.0 if WEIGHS_INPUT else weight
-        is_column = is_there & (column_D < WIDTH)
-        out_D = tl.load(out_PD + pair * WIDTH + column_D, mask=is_column, other=0.0)
+        num_columns = tl.where(is_there, WIDTH, 0)
+        out_D = tl.load(out_PD + pair * WIDTH + column_D, mask=column_D < num_columns, other=0.0)
         sum_D += tl.where(is_there, weight, 0.0) * out_D
     sum_D = sum_D.to(sum_TD.dtype.element_ty)
     tl.store(sum_TD + token * WIDTH + column_D, sum_D, mask=column_D < WIDTH)
