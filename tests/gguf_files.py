@@ -134,7 +134,7 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "glm4_moe_lite": DEEPSEEK | DENSE_FIRST,
     "glm_moe_dsa": DEEPSEEK | DENSE_FIRST | {
-        "index_topk": 16, "index_head_dim": 64, "index_n_heads": 4,
+        "index_topk": 16, "index_head_dim": 128, "index_n_heads": 4,
     },
     "jamba": {
         "num_experts": 8, "num_hidden_layers": 4, "attn_layer_period": 2, "attn_layer_offset": 1,
@@ -151,7 +151,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention"] * 2, "tie_word_embeddings": True,
     },
     "deepseek_v32": DEEPSEEK | DENSE_FIRST | {
-        "index_topk": 16, "index_head_dim": 64, "index_n_heads": 4, "n_group": 2, "topk_group": 1,
+        "index_topk": 16, "index_head_dim": 128, "index_n_heads": 4, "n_group": 2, "topk_group": 1,
     },
     "hy_v3": DENSE_FIRST | {"num_experts": 8, "moe_intermediate_size": 96},
     "laguna": {

@@ -36,8 +36,8 @@ ROPE = {"rope_type": "default", "rope_theta": 5000.0}
 YARN = MODELS["gpt_oss"]["rope_parameters"]
 FOR_LLAMA_CPP = {
     "gpt_oss": {"rope_parameters": YARN | {"truncate": True}},
-    "glm_moe_dsa": {"index_topk": 2048},
     "deepseek_v32": {"index_topk": 2048},
+    "glm_moe_dsa": {"index_topk": 2048},
     "mellum": {
         "rope_parameters": dict.fromkeys(MODELS["mellum"]["rope_parameters"], ROPE),
     },

@@ -120,9 +120,9 @@ class Names:
     def __init__(self, model: Any, file: GgufModel) -> None:
         if file.architecture not in KNOWN:
             logger.warning(
-                "%s: %s is tried, but nobody has compared it with the original model: only names "
-                "and shapes of its tensors are checked. Those that are: %s",
-                file.files[0], file.architecture, ", ".join(KNOWN),
+                "%s: %s is tried, but nobody has compared it with the original model; only the "
+                "names and shapes of its tensors are checked",
+                file.files[0], file.architecture,
             )  # fmt: skip
         self.weights: Weights = {}
         self.rules: dict[str, WeightConverter] = {}  # by parameter, without the layer
