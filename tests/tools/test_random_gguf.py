@@ -56,6 +56,7 @@ def made(name: str, mix: str, folder: Path, monkeypatch: pytest.MonkeyPatch, *op
 
 
 @pytest.mark.arithmetic
+@pytest.mark.grid
 @pytest.mark.parametrize("mix", ["q4_k_m", "q8_0", "mxfp4"])
 @pytest.mark.parametrize("name", NAMES)
 def test_a_file_computes_what_transformers_does_with_its_checkpoint(

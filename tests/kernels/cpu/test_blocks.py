@@ -59,6 +59,7 @@ def test_the_table_of_blocks_is_that_of_gguf():
         assert gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[name.upper()]] == sizes
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("name", READ)
 @pytest.mark.parametrize(("rows", "columns"), [(37, 512), (8, 256), (3, 2304)])
 def test_a_product_is_that_with_the_unpacked_weight(name, rows, columns):
