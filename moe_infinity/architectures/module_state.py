@@ -63,6 +63,7 @@ class ModuleState:
         modules = [*dict.fromkeys(called)]
         self._ours = ours
         self._hooks = [(h, m) for m in modules for h in (m._forward_hooks, m._forward_pre_hooks)]
+        whole = [module for module in modules if isinstance(module, PreTrainedModel)]
         modules += around
         classes: dict[Any, None] = dict.fromkeys(map(type, modules))
         self._modules = modules
@@ -73,7 +74,6 @@ class ModuleState:
         self._values = tuple(chain.from_iterable(self._views))
         self._names = [names for kind in classes if (names := _names_in(kind.forward))]
         self._names += _config_values_of(modules)
-        whole = (module for module in modules if isinstance(module, PreTrainedModel))
         self._names += [(methodcaller("get", "forward"), vars(module)) for module in whole]
         self._named = [read(namespace) for read, namespace in self._names]
         tensors = [x for m in modules for x in (*m._parameters.values(), *m._buffers.values())]

@@ -199,8 +199,13 @@ class _WithShared:
     def __init__(self, block: nn.Module, router: str, experts: str, shared: str) -> None:
         self._block = block
         self._names = router, experts, shared
+        self._whole = _Whole(block)
 
     def __call__(self, x: Tensor) -> tuple[Tensor, ...]:
+        if (
+            self._block._forward_hooks or self._block._forward_pre_hooks
+        ):  # by which outputs are kept
+            return self._whole(x)
         router, experts, shared = (self._block.get_submodule(name) for name in self._names)
         x_TD = x.flatten(0, -2)
         _, weights_TK, index_TK = router(x_TD)

@@ -35,7 +35,8 @@ from moe_infinity.gpu.kernels.descriptions import (
 )
 from moe_infinity.kernels.reference import Activation
 
-TRIED_TOKENS = 32
+TRIED_TOKENS = 128
+CORRECTIONS = (1.0, 0.05)
 GROUPS = ("num_group", "n_group", "num_expert_groups")  # attributes: into how many groups,
 KEPT_GROUPS = ("topk_group", "top_k_group")  # and how many of them are kept
 
@@ -101,37 +102,53 @@ def try_router(module: nn.Module) -> Verdict[RouterPath]:
 
 
 def _path_of(module: nn.Module) -> RouterPath:
-    trial = Trial(module, seed=6)
-    tried = trial.module
-    num_experts, width = tried.weight.shape
-    x_TD = trial.random(TRIED_TOKENS, width)
-    in_its_dtype = for_trial(module)
-    in_its_dtype_TE, given_TK, _ = in_its_dtype(x_TD.to(in_its_dtype.weight.dtype))
-    correction = _correction_of(tried, num_experts)
-    added_E = None
-    if correction is not None:
-        added_E = getattr(tried, correction)
-        added_E.copy_(trial.random(num_experts).abs())
-    logits_TE, weights_TK, index_TK = tried(x_TD)
-    plain_TE = linear(x_TD, tried.weight, getattr(tried, "bias", None))
-    if not is_close(logits_TE, plain_TE):
-        raise Differs("its logits are no product")
-    wanted_TE = _spread(index_TK, weights_TK, num_experts)
+    trials = [_RouterTrial(module, size) for size in CORRECTIONS]
+    first = trials[0]
+    choices = _choices(module, first.top_k, first.num_experts, first.weights_dtype)
+    choice = first_that(
+        choices,
+        lambda each: all(trial.factor_of(each) is not None for trial in trials),
+        "it weighs otherwise",
+    )
+    factor = first.factor_of(choice)
+    assert factor is not None
+    choice = replace(choice, factor=_factor_of(module, factor))
+    return RouterPath(first.logits_dtype, choice, first.correction)
 
-    def factor_of(choice: ExpertChoice) -> float | None:
+
+class _RouterTrial:
+    """A module's own code on random tokens, in float32. What is added to scores for choosing has
+    about the given size: a large one hides how groups are scored, a small one that it is added.
+    """
+
+    def __init__(self, module: nn.Module, correction_size: float) -> None:
+        trial = Trial(module, seed=6)
+        tried = trial.module
+        self.num_experts, width = tried.weight.shape
+        x_TD = trial.random(TRIED_TOKENS, width)
+        in_its_dtype = for_trial(module)
+        logits_TE, weights_TK, _ = in_its_dtype(x_TD.to(in_its_dtype.weight.dtype))
+        self.logits_dtype, self.weights_dtype = logits_TE.dtype, weights_TK.dtype
+        self.correction = _correction_of(tried, self.num_experts)
+        self._added_E = None
+        if self.correction is not None:
+            self._added_E = getattr(tried, self.correction)
+            self._added_E.copy_(correction_size * trial.random(self.num_experts).abs())
+        logits_TE, weights_TK, index_TK = tried(x_TD)
+        self.top_k = index_TK.shape[1]
+        self._plain_TE = linear(x_TD, tried.weight, getattr(tried, "bias", None))
+        if not is_close(logits_TE, self._plain_TE):
+            raise Differs("its logits are no product")
+        self._wanted_TE = _spread(index_TK, weights_TK, self.num_experts)
+
+    def factor_of(self, choice: ExpertChoice) -> float | None:
         """Return the factor that the weights of a choice lack; None if it is another choice."""
         plain = replace(choice, dtype=torch.float32)
-        given_TE = _spread(*reference.choose(plain_TE, added_E, plain), num_experts)
-        factor = float(wanted_TE.sum() / given_TE.sum())
-        is_same = torch.equal(given_TE != 0, wanted_TE != 0)
-        return factor if is_same and is_close(given_TE * factor, wanted_TE) else None
-
-    choices = _choices(tried, index_TK.shape[1], num_experts, given_TK.dtype)
-    choice = first_that(choices, lambda each: factor_of(each) is not None, "it weighs otherwise")
-    factor = factor_of(choice)
-    assert factor is not None
-    choice = replace(choice, factor=_factor_of(tried, factor))
-    return RouterPath(in_its_dtype_TE.dtype, choice, correction)
+        chosen = reference.choose(self._plain_TE, self._added_E, plain)
+        given_TE = _spread(*chosen, self.num_experts)
+        factor = float(self._wanted_TE.sum() / given_TE.sum())
+        is_same = torch.equal(given_TE != 0, self._wanted_TE != 0)
+        return factor if is_same and is_close(given_TE * factor, self._wanted_TE) else None
 
 
 def _factor_of(module: nn.Module, about: float) -> float:
