@@ -128,7 +128,8 @@ class _RouterTrial:
         x_TD = trial.random(TRIED_TOKENS, width)
         in_its_dtype = for_trial(module)
         logits_TE, weights_TK, _ = in_its_dtype(x_TD.to(in_its_dtype.weight.dtype))
-        self.logits_dtype, self.weights_dtype = logits_TE.dtype, weights_TK.dtype
+        self.logits_dtype = logits_TE.dtype
+        self.weights_dtype = weights_TK.dtype
         self.correction = _correction_of(tried, self.num_experts)
         self._added_E = None
         if self.correction is not None:
