@@ -93,6 +93,13 @@ def test_an_expert_in_two_files_is_copied(sharded_checkpoint, monkeypatch):
     mapped, is_mapped = computed(sharded_checkpoint)
     assert is_mapped
     assert {place is None for _, place in asked} == {True, False}
+    with MoE(sharded_checkpoint) as moe:
+        recipes, num_experts = moe.engine.loader.recipes[0], len(moe.engine.bookkeeping.keys[0])
+        num_mapped = recipes.num_mappable(num_experts)
+        in_place = recipes.bytes_in_place(num_experts, 1 << 20)
+    assert num_mapped > 0
+    rest = (num_experts - num_mapped) << 20  # have slots of their own
+    assert in_place == num_mapped * recipes.bytes_per_expert() + rest
     monkeypatch.setattr(layer_recipes, "MIN_MAPPED_BYTES", 1 << 40)
     assert torch.equal(mapped, computed(sharded_checkpoint)[0])
 

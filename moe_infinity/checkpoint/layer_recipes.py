@@ -87,10 +87,21 @@ class LayerRecipes:
             return None
         return [begin for (begin,) in begins]
 
-    def is_mappable(self, num_experts: int) -> bool:
-        """True if nearly all experts lie in a file as in a slot, at least after `lie_apart`."""
+    def num_mappable(self, num_experts: int) -> int:
+        """How many experts lie in a file as in a slot, at least after `lie_apart`. 0 unless nearly
+        all do.
+        """
+        if self._apart(num_experts) is not None:
+            return num_experts
         whole = sum(self._begins(expert_idx) is not None for expert_idx in range(num_experts))
-        return whole >= MIN_MAPPED_SHARE * num_experts or self._apart(num_experts) is not None
+        return whole if whole >= MIN_MAPPED_SHARE * num_experts else 0
+
+    def bytes_in_place(self, num_experts: int, slot_bytes: int) -> int:
+        """Bytes of memory that so many experts take where those that can be are mapped, and others
+        have a slot each.
+        """
+        num_mapped = self.num_mappable(num_experts)
+        return num_mapped * self.bytes_per_expert() + (num_experts - num_mapped) * slot_bytes
 
     def lie_apart(self, num_experts: int) -> None:
         """Keep the gaps that the parts of a product have in the file in the slot, too, if they are
@@ -154,15 +165,10 @@ class LayerRecipes:
         """Make the bytes of a mapped expert present. Raises CheckpointError."""
         pieces: list[Piece] = []
         for recipe in self.recipes:
-            copies = recipe.copies(expert_idx)
-            assert copies is not None, recipe.name
-            specs = (
-                recipe.stored if len(recipe.stored) == len(copies) else recipe.stored * len(copies)
-            )
-            for (extent, at), spec in zip(copies, specs, strict=True):
+            for i, (extent, at) in enumerate(recipe.copies(expert_idx) or ()):
+                spec = recipe.stored[i % len(recipe.stored)]  # one, if all are parts of it
                 first = at - spec.offset
-                part = expert.parts[spec.name][first : first + extent.num_bytes]
-                pieces.append((extent, part))
+                pieces.append((extent, expert.parts[spec.name][first : first + extent.num_bytes]))
         reader.read(pieces)
 
     def load(self, expert_idx: int, reader: Reader, slot: memoryview) -> None:
@@ -287,7 +293,7 @@ class ExpertLoader:
         """A part of an expert of a layer that can be mapped, if such layers have enough bytes."""
         num_bytes = 0
         for recipes in self.recipes:
-            if recipes.is_mappable(self._num_experts):
+            if recipes.num_mappable(self._num_experts):
                 num_bytes += self._num_experts * recipes.bytes_per_expert()
                 if num_bytes >= MIN_MAPPED_BYTES:
                     return recipes.recipes[0].extents(0)[0]

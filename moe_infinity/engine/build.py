@@ -82,13 +82,16 @@ def _bookkeeping(
     predictor = None
     if config.policy == ACTIVATION_AWARE:
         predictor = Predictor(len(keys), num_experts, without=config.without)
+    layer_slot_bytes = [recipes.layout.slot_bytes for recipes in plan.recipes]
     tiers = make_tiers(
         config,
         device_slots,
-        layer_slot_bytes=[recipes.layout.slot_bytes for recipes in plan.recipes],
+        layer_slot_bytes=layer_slot_bytes,
         num_experts=sum(map(len, keys)) if local_LE is None else int(local_LE.sum()),
-        expert_bytes=sum(
-            (len(own) if local_LE is None else int(local_LE[i].sum())) * recipes.bytes_per_expert()
+        bytes_in_place=lambda: sum(
+            recipes.bytes_in_place(
+                len(own) if local_LE is None else int(local_LE[i].sum()), max(layer_slot_bytes)
+            )
             for i, (own, recipes) in enumerate(zip(keys, plan.recipes, strict=True))
         ),
         make_policy=partial(

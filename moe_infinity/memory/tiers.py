@@ -56,7 +56,7 @@ def make_tiers(
     *,
     layer_slot_bytes: Sequence[int],  # by MoE layer: the slot size its experts need
     num_experts: int,
-    expert_bytes: int,  # of all experts, as they are stored
+    bytes_in_place: Callable[[], int],  # of all experts, where those that can be are mapped
     make_policy: Callable[..., EvictionPolicy],
     fills: tuple[Fill, Fill],  # for demand loads, for those that give way
     in_file_order: InOrder,
@@ -70,18 +70,18 @@ def make_tiers(
     slot_bytes = max(layer_slot_bytes)
     if device_slots is not None:
         slot_bytes = round_up(slot_bytes, PAGE_BYTES)
-    may_map = device_slots is None and can_map()
+    mapped_bytes = bytes_in_place() if device_slots is None and can_map() else None
     num_slots = num_host_slots(
         config.host_memory,
         slot_bytes=slot_bytes,
         num_experts=num_experts,
-        mapped_bytes=expert_bytes if may_map else None,
+        mapped_bytes=mapped_bytes,
     )
     slots: HostSlots | MappedSlots
     if device_slots is not None:
         slots = SourceSlots(device_slots.cuda_device, num_slots, slot_bytes)
-    elif may_map and num_slots == num_experts:
-        slots = MappedSlots(num_slots, slot_bytes, expert_bytes, mapped)
+    elif mapped_bytes is not None and num_slots == num_experts:
+        slots = MappedSlots(num_slots, slot_bytes, mapped_bytes, mapped)
     else:
         slots = HostSlots(num_slots, slot_bytes)
     policy = make_policy(num_slots=num_slots)
