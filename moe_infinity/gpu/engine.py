@@ -81,11 +81,11 @@ class DeviceExperts:
         with self._local.deciding:
             self._note_coming()
             self._local.recover()
-            if not self.graphed.look() or self._local.path.is_prefetching:
-                self.device_steps.leave_to_host()
-                self._local.begin_step(step)
-            elif not self.device_steps.begin_step(step):
-                self._local.begin_step(step)
+            may_decide = self.graphed.look() and not self._local.path.is_prefetching
+            if may_decide and self.device_steps.begin_step(step):
+                return
+            self.device_steps.leave_to_host()
+            self._local.begin_step(step)
 
     def layer(
         self, moe_layer_idx: int, x_TD: Tensor, top_k_index_TK: Tensor, top_k_weights_TK: Tensor
