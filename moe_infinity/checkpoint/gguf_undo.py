@@ -7,6 +7,7 @@ several tensors by an operation of transformers' rules.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import Any
 
 import torch
@@ -35,9 +36,9 @@ class Undo(ConversionOps):  # type: ignore[misc]
         weights = [each[0] if isinstance(each, list) else each for each in found]
         return {target_patterns[0]: self.undone(weights, config)}
 
+    @abstractmethod
     def undone(self, weights: list[Tensor], config: Any) -> Tensor:
         """Return the parameter. Each subclass undoes one change of the converter."""
-        raise NotImplementedError
 
 
 class UndoRotaryOrder(Undo):
