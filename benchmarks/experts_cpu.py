@@ -3,7 +3,7 @@ that from reading their bytes?
 
 Layers of 8 experts of Qwen3-30B-A3B's size and one token, in turn, of slots that fill more memory
 than any cache. In alternation: the bytes as fast as the same threads add them up as numbers, which
-is the ceiling; ours; and the runtime's loop with bfloat16 weights, expert_mlp by expert_mlp.
+is the ceiling; ours; and the runtime's loop with bfloat16 weights, expert by expert.
 
     python benchmarks/experts_cpu.py [--rounds 15] [--threads 2] [--huge-pages] [--tokens 1] \
         [--formats bf16,q8_0,q4_k]
@@ -26,7 +26,7 @@ from torch.nn.functional import silu
 from moe_infinity.checkpoint.formats import PACKED_BY_US
 from moe_infinity.experts import ExpertLayout, ParamSpec
 from moe_infinity.kernels.cpu.experts import fused_experts
-from moe_infinity.kernels.reference import Activation, expert_mlp
+from moe_infinity.kernels.reference import Activation, PlainMlp
 from moe_infinity.kernels.unpack import BLOCKS, blocks_layout, row_bytes
 from moe_infinity.layout import WeightLayout
 
@@ -103,7 +103,7 @@ class Slots:
             for spec in self.layout.params:
                 flat = slot[spec.offset :][: spec.num_bytes].view(torch.bfloat16)
                 weights[spec.name.split()[0]] = flat.view(spec.shape)
-            expert_mlp(QWEN, weights, x_PD[starts[i] : starts[i + 1]])
+            PlainMlp(QWEN)(weights, x_PD[starts[i] : starts[i + 1]])
 
 
 def gated(hidden: Tensor) -> Tensor:

@@ -77,7 +77,7 @@ LEFT_OUT = {
     "BigMoeOnEdge": "no package: source with a fork of llama.cpp, takes text and no ids",
     "moe-stream": "no package, its source was not reachable",
     "llama.cpp with page hints": "not a program that people have",
-    "neurostream": "multiplies unpacked float32 on a CPU, and takes text and no ids",
+    "neurostream": "multiplies unpacked float32 on a CPU; installed, and not run yet",
     "flyweight": "its benchmark has texts of its own; it bounds no memory",
     "kt-kernel, SGLang, FreeToken, ExLlamaV3": "need a GPU",
 }
