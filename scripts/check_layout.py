@@ -3,6 +3,7 @@
     python scripts/check_layout.py     # exit status 1 when a rule is broken
 
 Everywhere: a file has at most 400 lines and a function at most 60, as an editor counts them.
+notes/log.md has at most 6,000 words.
 
 In the package:
 
@@ -34,6 +35,8 @@ PACKAGE = "moe_infinity"
 FOLDERS = (PACKAGE, "tests", "benchmarks", "scripts", "tools", "examples")
 FILE_LINES = 400
 FUNCTION_LINES = 60
+LOG = Path("notes", "log.md")
+LOG_WORDS = 6000
 
 # What torch makes in its default dtype and on its default device, which are the user's.
 MADE_BY_TORCH = (
@@ -102,6 +105,12 @@ def too_long(file: Path, text: str, tree: ast.Module) -> Iterator[str]:
             if length > FUNCTION_LINES:
                 where = f"{file}:{node.lineno}: {node.name}"
                 yield f"{where} has {length} lines, at most {FUNCTION_LINES}"
+
+
+def too_long_log(text: str) -> Iterator[str]:
+    num_words = len(text.split())
+    if num_words > LOG_WORDS:
+        yield f"{LOG}: {num_words} words, at most {LOG_WORDS}: delete what later entries supersede"
 
 
 def markers(file: Path, text: str) -> Iterator[str]:
@@ -327,8 +336,8 @@ def problems_of(texts: Mapping[Path, str]) -> Iterator[str]:
 
 
 def main(root: Path = ROOT) -> int:
-    texts = read_tree(root)
-    problems = list(problems_of(texts))
+    log = (root / LOG).read_text(encoding="utf-8")
+    problems = [*problems_of(read_tree(root)), *too_long_log(log)]
     for problem in problems:
         print(f"error: {problem}", file=sys.stderr)
     return 1 if problems else 0

@@ -281,13 +281,18 @@ def test_a_swap_and_an_unpacking_are_no_parallel_assignment(line):
 
 
 def test_the_command_fails_with_the_problems(tmp_path, capsys):
-    (tmp_path / "moe_infinity").mkdir()
     file = tmp_path / "moe_infinity" / "a.py"
-    file.write_text("x = 1\n")
+    log = tmp_path / "notes" / "log.md"
+    for path, text in ((file, "x = 1\n"), (log, "word\n" * 6000)):
+        path.parent.mkdir()
+        path.write_text(text)
     assert main(tmp_path) == 0
     file.write_text("x, y = 1, 2\n")
+    log.write_text("word\n" * 6001)
     assert main(tmp_path) == 1
-    assert capsys.readouterr().err.startswith("error: moe_infinity/a.py:1: x, y assigned")
+    first, second = capsys.readouterr().err.splitlines()
+    assert first.startswith("error: moe_infinity/a.py:1: x, y assigned")
+    assert second.startswith("error: notes/log.md: 6001 words, at most 6000")
 
 
 def test_the_rules_see_all_of_this_tree():
