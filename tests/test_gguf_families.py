@@ -45,6 +45,7 @@ FOR_LLAMA_CPP = {
 UNLIKE_LLAMA_CPP = ("phimoe",)  # docs/gguf.md says why
 ALONE = ("deepseek_v32", "glm_moe_dsa")  # whose caches the server cannot put together
 WITHOUT_PREFIXES = (*ALONE, "jamba")
+CACHES = ("gpt_oss", "granitemoehybrid", "deepseek_v3")  # with a window, recurrent, latent
 LLAMA_PYTHON = os.environ.get("MOE_INFINITY_LLAMA_PYTHON")
 LLAMA_LOGITS = Path(__file__).parents[1] / "benchmarks" / "llama_logits.py"
 # Of the largest logit. Between two arithmetics it is as large as between either and float64.
@@ -66,6 +67,18 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return folder
 
 
+@pytest.fixture(scope="module")
+def stock_logits(folder: Path) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+    """By the length of a prompt: of it and 12 more tokens at once, and of the 12 one by one."""
+    stock = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    found = {}
+    with torch.no_grad():
+        for length in (3, 70, 700):
+            ids = ids_of(length + 12)
+            found[length] = stock(ids).logits, logits_of_steps(stock, ids, length)
+    return found
+
+
 @functools.cache
 def ids_of(length: int) -> torch.Tensor:
     return torch.randint(3, 120, (1, length), generator=torch.Generator().manual_seed(length))
@@ -76,18 +89,19 @@ def opened(file: Path, **options: Any) -> MoE:
 
 
 @pytest.mark.parametrize("exact", [True, False])
-@pytest.mark.parametrize("length", [3, 70, 700])
-def test_prompts_and_decode_steps_have_the_logits_of_transformers(length, exact, folder):
-    stock = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    ids = ids_of(length + 12)
+def test_prompts_and_decode_steps_have_the_logits_of_transformers(exact, folder, stock_logits):
     with torch.no_grad(), opened(folder / "f32.gguf", exact=exact) as moe:
-        assert distance(moe.model(ids).logits, stock(ids).logits) < TOLERANCES[exact]
-        found = logits_of_steps(moe.model, ids, length)
-        assert distance(found, logits_of_steps(stock, ids, length)) < TOLERANCES[exact]
+        for length, (at_once, in_steps) in stock_logits.items():
+            ids = ids_of(length + 12)
+            assert distance(moe.model(ids).logits, at_once) < TOLERANCES[exact], length
+            found = logits_of_steps(moe.model, ids, length)
+            assert distance(found, in_steps) < TOLERANCES[exact], length
 
 
-@pytest.mark.sample(4)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name in CACHES else pytest.mark.slow) for name in MODELS],
+)
 def test_the_server_has_the_tokens_of_generate(name, tmp_path):
     """In a batch, with prompts in chunks, and where the beginning of a prompt is known."""
     window = {"sliding_window": 32} if MODELS[name].get("sliding_window") else {}

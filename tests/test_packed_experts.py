@@ -28,7 +28,7 @@ from tests.quantized_checkpoints import CHECKPOINTS, build
 from tests.sweep.discover import architectures_in
 from tests.sweep.tiny import tiny_model
 
-pytestmark = [pytest.mark.arithmetic, pytest.mark.sample(3)]
+pytestmark = [pytest.mark.arithmetic, pytest.mark.sample(5)]
 
 IDS = torch.arange(3, 3 + 12).view(1, 12) * 4 % 128
 WIDE = {"hidden_size": 256, "num_attention_heads": 4}  # as many columns as the kernels need

@@ -13,7 +13,7 @@ import transformers
 from moe_infinity import MoE, UnsupportedModelError
 from moe_infinity.engine.hooks import EngineLayer
 
-pytestmark = [pytest.mark.arithmetic, pytest.mark.sample(3)]
+pytestmark = [pytest.mark.arithmetic, pytest.mark.sample(5)]
 
 SMALL: dict[str, Any] = {
     "vocab_size": 128,

@@ -23,7 +23,7 @@ from tests.architectures.changes import (
 from tests.architectures.test_decoder_layers import MODELS, TOKENS, logits_of, saved
 from tests.cache_name import CACHE
 
-pytestmark = [pytest.mark.arithmetic, pytest.mark.sample(3)]
+pytestmark = [pytest.mark.arithmetic, pytest.mark.sample(5)]
 
 
 def modules_to_change(model: Any) -> dict[str, nn.Module]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from typing import Any
 
 import pytest
@@ -66,6 +67,13 @@ PROMPTS = {
 }
 
 
+@cache
+def vocabulary() -> tuple[Any, GrammarCompiler]:
+    """The demo model's tokenizer, and what compiles grammars for it."""
+    tokenizer = AutoTokenizer.from_pretrained(DEMO)
+    return tokenizer, GrammarCompiler(tokenizer, len(tokenizer), [0])
+
+
 class Kind:
     """What the server knows of a kind of model, and the demo model's vocabulary."""
 
@@ -77,8 +85,7 @@ class Kind:
         self.form = answer_form_of(plain.model_type, template)
         assert self.form is not None
         self.ids = list(map(ord, self.prompt))
-        self.tokenizer = AutoTokenizer.from_pretrained(DEMO)
-        self.compiler = GrammarCompiler(self.tokenizer, len(self.tokenizer), [0])
+        self.tokenizer, self.compiler = vocabulary()
 
     def write(self, seed: int, *, max_calls: int | None = 1, has_calls: bool = True) -> str:
         """A message of tokens that the grammar allows: reasoning, then random ones."""

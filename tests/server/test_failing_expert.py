@@ -127,9 +127,9 @@ def test_a_step_that_fails_once_is_computed_again_from_where_it_began(name, tmp_
     with MoE(tmp_path, host_memory="25%", dtype="float32") as moe:
         alone = make_engine(moe, max_batch=1, prefix_cache="off")
         together = make_engine(moe, max_batch=4)
-        singles = [Client(alone, prompt, max_new_tokens=30) for prompt in PROMPTS]
+        singles = [Client(alone, prompt, max_new_tokens=16) for prompt in PROMPTS]
         run_all(alone, *singles)
-        clients = [Client(together, prompt, max_new_tokens=30) for prompt in PROMPTS]
+        clients = [Client(together, prompt, max_new_tokens=16) for prompt in PROMPTS]
         for _ in range(6):
             together.step()
         last = places_of(moe, -1, range(tiny.NUM_EXPERTS_EACH))
@@ -148,6 +148,6 @@ def test_a_step_that_fails_once_is_computed_again_from_where_it_began(name, tmp_
             together.step()
         disk.mend()
         run_all(together, *clients)
-        assert len(disk.failed) > 10
+        assert len(disk.failed) > 5
         for client, single in zip(clients, singles, strict=True):
             assert_same_answer(client, single)

@@ -201,9 +201,9 @@ def test_of_an_unknown_kind_all_is_content():
 
 @pytest.fixture
 def scripted(moe: MoE, monkeypatch: pytest.MonkeyPatch) -> Iterator[Serving]:
-    """A server whose model writes an answer of Qwen3, three letters a token."""
+    """A server whose model writes an answer of Qwen3, seven letters a token."""
     prompt, text, _ = CASES["qwen3_moe"]
-    pieces = [text[start : start + 3] for start in range(0, len(text), 3)]
+    pieces = [text[start : start + 7] for start in range(0, len(text), 7)]
 
     class Letters:
         def add(self, token_id: int) -> str:
