@@ -113,7 +113,9 @@ def test_dense_weights_have_the_bits_that_gguf_unpacks_them_to(wanted, tmp_path)
 
 @pytest.mark.parametrize("wanted", ["q8_0", "q4_k_m"])
 def test_dense_weights_stay_packed_and_no_decode_step_unpacks_them(wanted, tmp_path, monkeypatch):
-    folder = build("qwen3_moe", tmp_path / "model", **WIDE, vocab_size=600, head_dim=64)
+    folder = build(
+        "qwen3_moe", tmp_path / "model", **WIDE, vocab_size=600, num_attention_heads=8, head_dim=32
+    )
     file = converted(folder, wanted)
     stored = {tensor.name: tensor for tensor in gguf.GGUFReader(file).tensors}
     with MoE(file, device="cpu", dtype="float32") as moe:

@@ -36,6 +36,13 @@ KINDS = [
     "mxfp4",
     *(f"ggml {name}" for name in (*HALVES, "mxfp4")),
 ]
+# Each kind is compiled anew. A panel is decoded by the loaders of test_blocks.py and
+# test_experts.py, where the fast suite has every kind; here it has one of each way to scale.
+FAST = (
+    "f32", "bf16", "int4 32", "int4 zeros 32", "int4 None", "fp8 blocks", "mxfp4", "ggml q8_0",
+    "ggml q6_k",
+)  # fmt: skip
+EVERY_KIND = [pytest.param(kind, marks=() if kind in FAST else pytest.mark.slow) for kind in KINDS]
 EPS = {dtype: torch.finfo(dtype).eps for dtype in (torch.float32, torch.bfloat16)}
 MANY = MOST_TOKENS + 1
 
@@ -87,7 +94,7 @@ def assert_product(found_TR: Tensor, x_TC: Tensor, weight_RC: Tensor, eps: float
     assert ((found_TR.double() - exact).abs() < 4 * eps * size).all()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", EVERY_KIND)
 @pytest.mark.parametrize(("rows", "columns"), [(37, 512), (16, 2304), (3, 256)])
 def test_panels_multiply_any_number_of_rows_and_tokens(kind, rows, columns, no_bfloat16):
     weight, wide = stored(kind, rows, columns)
@@ -120,7 +127,7 @@ def test_columns_that_do_not_fill_panels_are_left_to_other_kernels(no_bfloat16):
     assert_product(linear_of(weight)(x), x, wide, EPS[torch.float32])
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", EVERY_KIND)
 @pytest.mark.parametrize(("rows", "columns"), [(37, 512), (5, 480)])
 def test_widening_gives_the_unpacked_weight_rounded_once(kind, rows, columns):
     if ("_k" in kind or "xs" in kind or "64" in kind) and columns % 256:
