@@ -29,6 +29,12 @@ from moe_infinity.server.refusals import (
 
 LARGE = 64 * limits.KIB  # bytes of a body that takes much memory while it is prepared
 SMALL = 16 << 10  # bytes of a body that is read at once, which takes a few milliseconds at most
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # PowerShell writes it before a text
+# A whole pair of surrogates, a lone one, or any other escape, in which none of them begins.
+ESCAPE = re.compile(
+    rb"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}"
+    rb"|(?P<lone>\\u[dD][89a-fA-F][0-9a-fA-F]{2})|\\."
+)
 STRING = re.compile(rb'"[^"]*"')  # one that knew escapes would try again at each of them
 
 
@@ -87,7 +93,11 @@ class JsonRequest(HttpRequest):
             yield part
 
     async def body(self) -> bytes:
-        """The whole body. Raises Refused (408) if it takes too long."""
+        """The whole body. Raises Refused (408) if it takes too long, and (415) if it is packed."""
+        coding = self.headers.get("content-encoding", "identity").lower()
+        if coding != "identity":
+            message = f"the body is packed (Content-Encoding: {coding[:80]}): send it as it is"
+            raise Refused(415, message, {"Connection": "close"}, code="unsupported_encoding")
         try:
             data = await asyncio.wait_for(super().body(), limits.UPLOAD_S.most)
         except ClientDisconnect as error:
@@ -120,12 +130,12 @@ class JsonRequest(HttpRequest):
 def read_json(data: bytes, kind: type[BaseModel] | None) -> Any:
     """Return a body by the parser of pydantic, as a value of its kind.
 
-    That parser refuses lone surrogates and deep nesting, which the standard library lets through.
-    Raises Refused.
+    That parser refuses deep nesting, which the standard library lets through. Raises Refused.
     """
+    data = data.removeprefix(BYTE_ORDER_MARK)
     require_within(limits.ITEMS, num_items(data))
     try:
-        value = from_json(data)
+        value = from_json(without_lone_surrogates(data))
     except ValueError as error:
         raise BadRequest(f"the body is not JSON: {error}") from error
     if kind is None:
@@ -134,6 +144,15 @@ def read_json(data: bytes, kind: type[BaseModel] | None) -> Any:
         return kind.model_validate(value)
     except ValidationError as error:
         raise refused_by(wrong_fields(error)) from error
+
+
+def without_lone_surrogates(data: bytes) -> bytes:
+    """Return a JSON text with U+FFFD in place of lone surrogates: JavaScript writes one where a
+    text was cut within a character, and no text in UTF-8 can have it.
+    """
+    if b"\\ud" not in data and b"\\uD" not in data:
+        return data
+    return ESCAPE.sub(lambda found: b"\\ufffd" if found["lone"] else found[0], data)
 
 
 def num_items(data: bytes) -> int:

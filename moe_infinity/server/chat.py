@@ -15,8 +15,15 @@ from moe_infinity.server.fields import (
     Body,
     Items,
     RequestBody,
-    ToolOfType,
     refused_field,
+)
+from moe_infinity.server.functions import (
+    AllowedToolsChoice,
+    Function,
+    FunctionChoice,
+    FunctionName,
+    OfferedTool,
+    ToolChoice,
 )
 from moe_infinity.server.grammars import Structure
 from moe_infinity.server.limits import LOGPROBS
@@ -136,62 +143,13 @@ class GrammarFormat(Body):
     grammar: str
 
 
-class FunctionName(Body):
-    name: str
-
-
-class FunctionChoice(Body):
-    type: Literal["function"]
-    function: FunctionName
-
-
-class AllowedTool(Body):
-    """The name of a tool, as chat or as the Responses API writes it."""
-
-    type: str = "function"
-    function: FunctionName | None = None
-    name: str | None = None
-
-
-class AllowedTools(Body):
-    mode: Literal["auto", "required"]
-    tools: Items[AllowedTool]
-
-    @property
-    def names(self) -> set[str | None]:
-        return {tool.function.name if tool.function else tool.name for tool in self.tools}
-
-
-class AllowedToolsChoice(Body):
-    type: Literal["allowed_tools"]
-    allowed_tools: AllowedTools
-
-
-class Function(Body):
-    name: str
-    description: Annotated[str | None, KEEPS_EMPTY] = None
-    parameters: Annotated[dict[str, Any] | None, KEEPS_EMPTY] = None
-    strict: bool | None = None  # without effect: calls that are required fit the schema
-
-    def for_template(self) -> dict[str, Any]:
-        function = self.model_dump(include={"name", "description", "parameters"}, exclude_none=True)
-        return {"type": "function", "function": function}
-
-
-class OfferedTool(ToolOfType):
-    known_type = "function"
-    function: Function | None = None
-
-
 class ChatBody(GenerationBody):
     messages: Annotated[Items[Message], Field(min_length=1)]
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=LOGPROBS.most)
     tools: Items[OfferedTool] | None = None
-    tool_choice: (
-        Literal["none", "auto", "required", "any"] | FunctionChoice | AllowedToolsChoice | None
-    ) = None
+    tool_choice: ToolChoice | None = None
     # What tools and tool_choice were before.
     functions: Items[Function] | None = None
     function_call: Literal["none", "auto"] | FunctionName | None = None

@@ -69,10 +69,17 @@ REFUSED = {
     "chat_template": "the template is the model's: chat_template_kwargs sets its variables",
     "documents": "put the texts into a message",
     "truncate_prompt_tokens": "shorten the prompt",
+    "prompt_embeds": ONLY_TEXT,
+    "input_embeds": ONLY_TEXT,
     "use_beam_search": "answers are sampled",
     "allowed_token_ids": "logit_bias and structured_outputs limit an answer",
     "bad_words": "logit_bias makes tokens unlikely",
     "logits_processors": "logit_bias and structured_outputs limit an answer",
+    "custom_logit_processor": "logit_bias and structured_outputs limit an answer",
+    "stop_regex": "stop takes strings",
+    "lora": "adapters are not chosen by requests",
+    "lora_path": "adapters are not chosen by requests",
+    "adapter_id": "adapters are not chosen by requests",
     "structural_tag": "structured_outputs has json, regex, choice and grammar",
     "include_stop_str_in_output": "a stop string is never part of the answer",
 }
@@ -112,6 +119,13 @@ class BoundedBody(BaseModel):
         return fields
 
 
+def whole(value: Any) -> Any:
+    """Return a number without a fraction as an integer: JSON has one kind of numbers, and some
+    languages write 4 as 4.0.
+    """
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
 class Body(BoundedBody):
     """A JSON object, without conversions, without NaN or infinity. FieldCheck decides on fields
     that it does not declare.
@@ -124,7 +138,9 @@ class Body(BoundedBody):
     def _leave_out_empty_fields(cls, fields: Any) -> Any:
         if not isinstance(fields, dict):
             return fields
-        return {name: value for name, value in fields.items() if not cls._is_absent(name, value)}
+        return {
+            name: whole(value) for name, value in fields.items() if not cls._is_absent(name, value)
+        }
 
     @classmethod
     def _is_absent(cls, name: str, value: Any) -> bool:

@@ -46,7 +46,7 @@ class LlamaBody(BoundedBody):
     def for_completion(self) -> CompletionBody:
         """Raises BadRequest and RequestValidationError."""
         prompt = self.prompt
-        if isinstance(prompt, list) and len(prompt) > 1 and isinstance(prompt[0], str):
+        if isinstance(prompt, list) and len(prompt) > 1 and all(isinstance(p, str) for p in prompt):
             raise BadRequest("give one prompt", param="prompt")
         fields: dict[str, Any] = options_of(self.model_extra or {}) | {
             "prompt": prompt,

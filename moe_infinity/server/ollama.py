@@ -224,7 +224,7 @@ class OllamaApi:
     ) -> dict[str, Any]:
         backend = self._backend
         backend.require_model(body.model)
-        fields = {"input": texts, "dimensions": body.dimensions}
+        fields = {"input": texts, "dimensions": body.dimensions or None}
         requests = await backend.prepared(
             request, lambda: backend.reader.embeddings(parsed(EmbeddingsBody, fields))
         )

@@ -31,6 +31,21 @@ class OllamaMessage(OllamaBody):
     images: Items[Any] | None = None
     tool_calls: Items[dict[str, Any]] | None = None
     tool_call_id: str | None = None
+    tool_name: str | None = None  # of a result
+
+    def call_of(self, calls: list[dict[str, Any]]) -> dict[str, Any] | None:
+        """Return the call that this is the result of: by its id, or else the first of its name, or
+        else the first. None if there are none.
+        """
+        by_id = [call for call in calls if call["id"] == self.tool_call_id]
+        by_name = [call for call in calls if name_in(call) == self.tool_name]
+        return next(iter(by_id or by_name or calls), None)
+
+
+def name_in(call: dict[str, Any]) -> Any:
+    """Return the name of the function that a call is of."""
+    function = call.get("function")
+    return function.get("name") if isinstance(function, dict) else None
 
 
 class OllamaGenerationBody(OllamaBody):
@@ -77,7 +92,7 @@ class OllamaChatBody(OllamaGenerationBody):
     def for_chat(self) -> ChatBody:
         """Raises BadRequest and RequestValidationError."""
         ids = (f"call_{number}" for number in count())
-        open_ids: list[str] = []  # of calls without a result
+        open_calls: list[dict[str, Any]] = []  # without a result
         messages = []
         for each in self.messages or ():
             message: dict[str, Any] = {"role": each.role, "content": each.content or ""}
@@ -88,11 +103,12 @@ class OllamaChatBody(OllamaGenerationBody):
                 message["reasoning_content"] = each.thinking
             if each.tool_calls:
                 calls = [{"id": next(ids), "type": "function"} | call for call in each.tool_calls]
-                open_ids = [call["id"] for call in calls]
+                open_calls = list(calls)
                 message["tool_calls"] = calls
             if each.role == "tool":
-                known = open_ids.pop(0) if open_ids else next(ids)
-                message["tool_call_id"] = each.tool_call_id or known
+                call = each.call_of(open_calls) or {"id": next(ids)}
+                open_calls = [other for other in open_calls if other is not call]
+                message["tool_call_id"] = each.tool_call_id or call["id"]
             messages.append(message)
         return self.chat_body(messages, tools=self.tools or None)
 

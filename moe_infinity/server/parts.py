@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import AliasChoices, BeforeValidator, Discriminator, Field, Tag
 
-from moe_infinity.server.fields import Body, Items
+from moe_infinity.server.fields import Body, Items, short
 
 
 class TextPart(Body):
@@ -22,19 +22,18 @@ class RefusalPart(Body):
 
 
 class ThinkingPart(Body):
-    """Reasoning, in Mistral's or Anthropic's form."""
+    """Reasoning, in the forms of Mistral, Anthropic, LangChain and the AI SDK."""
 
-    type: Literal["thinking"]
-    thinking: str | Items[TextPart]
+    type: Literal["thinking", "reasoning"]
+    thinking: str | Items[TextPart] = Field(
+        "", validation_alias=AliasChoices("thinking", "reasoning", "text")
+    )
 
 
 class MediaPart(Body):
-    """An image, a file or speech, in the words of several APIs. No model here can read it."""
+    """An image, a file, speech, or anything else that no model here can read."""
 
-    type: Literal[
-        "image", "image_url", "input_image", "computer_screenshot", "input_audio", "audio_url",
-        "video_url", "file", "input_file", "document", "container_upload",
-    ]  # fmt: skip
+    type: str
 
     @property
     def text(self) -> str:
@@ -42,7 +41,36 @@ class MediaPart(Body):
         return f"[{self.type}: left out, because this model reads text only]"
 
     def left_out(self) -> str | None:
-        return f"a part of type {self.type!r}"
+        return f"a part of type {short(self.type)}"
 
 
-Part = Annotated[TextPart | RefusalPart | ThinkingPart | MediaPart, Field(discriminator="type")]
+def with_type(part: Any) -> Any:
+    """Return a text without a type as a part: LangChain mixes such texts with parts."""
+    if isinstance(part, str):
+        return {"type": "text", "text": part}
+    is_text = isinstance(part, dict) and "text" in part and not part.get("type")
+    return part | {"type": "text"} if is_text else part
+
+
+def kind_of(part: Any) -> str:
+    """Return the tag of a part in Part."""
+    kind = part.get("type") if isinstance(part, dict) else getattr(part, "type", None)
+    return KINDS.get(kind, "media") if isinstance(kind, str) else "media"
+
+
+KINDS = {
+    "text": "text",
+    "input_text": "text",
+    "output_text": "text",
+    "refusal": "refusal",
+    "thinking": "thinking",
+    "reasoning": "thinking",
+}
+Part = Annotated[
+    Annotated[TextPart, Tag("text")]
+    | Annotated[RefusalPart, Tag("refusal")]
+    | Annotated[ThinkingPart, Tag("thinking")]
+    | Annotated[MediaPart, Tag("media")],
+    Discriminator(kind_of),
+    BeforeValidator(with_type),
+]

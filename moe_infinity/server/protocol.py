@@ -71,23 +71,34 @@ class SampledBody(RequestBody):
     epsilon_cutoff: float | None = Field(None, ge=0, lt=1)
     eta_cutoff: float | None = Field(None, ge=0, lt=1)
     no_repeat_ngram_size: int | None = Field(None, ge=0)
-    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    seed: int | None = Field(
+        None, ge=-(2**63), lt=2**63, validation_alias=AliasChoices("seed", "random_seed")
+    )
+    do_sample: bool | None = None  # false: temperature 0, as for transformers
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     logit_bias: Biases | None = None
     stop: Stop | Items[Stop] | None = None
     stop_token_ids: Items[TokenId] | None = None
     ignore_eos: bool | None = None
-    min_tokens: int | None = Field(None, ge=0)
+    min_tokens: int | None = Field(
+        None, ge=0, validation_alias=AliasChoices("min_tokens", "min_new_tokens")
+    )
     stream: bool | None = None
     # Without effect: for the client's own use, and about a server that serves many.
     user: Any = None
     service_tier: Any = None
     store: Any = None
 
+    @model_validator(mode="after")
+    def _may_be_greedy(self) -> SampledBody:
+        if self.do_sample is False:
+            self.temperature = 0
+        return self
+
     def sampling_fields(self) -> dict[str, Any]:
         """Those of them that shape an answer, as a chat request has them."""
-        others = {*RequestBody.model_fields, "user", "service_tier", "store"}
+        others = {*RequestBody.model_fields, "user", "service_tier", "store", "do_sample"}
         return self.model_dump(include=SampledBody.model_fields.keys() - others, exclude_none=True)
 
 
@@ -137,12 +148,16 @@ OTHER_NAMES = {
 }
 
 
+# Names that servers and libraries have for the same.
+LIMITS = AliasChoices("max_tokens", "n_predict", "max_new_tokens", "num_predict")
+STOPS = AliasChoices("stop", "stop_sequences", "stop_strings")
+
+
 class GenerationBody(SampledBody):
     """The fields that completions and chat completions share."""
 
-    max_tokens: int | None = Field(
-        None, ge=1, validation_alias=AliasChoices("max_tokens", "n_predict")
-    )
+    max_tokens: int | None = Field(None, ge=1, validation_alias=LIMITS)
+    stop: Stop | Items[Stop] | None = Field(None, validation_alias=STOPS)
     n: int | None = Field(None, ge=1, le=CHOICES.most)
     stream_options: StreamOptions | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -214,9 +229,7 @@ def each_of(prompts: Prompts) -> list[str | MixedPrompt]:
 
 class CompletionBody(GenerationBody):
     prompt: Prompts
-    max_tokens: int | None = Field(
-        None, ge=0, validation_alias=AliasChoices("max_tokens", "n_predict")
-    )
+    max_tokens: int | None = Field(None, ge=0, validation_alias=LIMITS)
     logprobs: int | None = Field(None, ge=0, le=LOGPROBS.most)
     echo: bool | None = None
     best_of: Literal[1] | None = None

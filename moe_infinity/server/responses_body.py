@@ -8,7 +8,6 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag, model_validator
 
 from moe_infinity.server.chat import (
-    AllowedTools,
     ChatBody,
     GrammarFormat,
     JsonObjectFormat,
@@ -19,6 +18,7 @@ from moe_infinity.server.chat import (
 )
 from moe_infinity.server.efforts import Effort
 from moe_infinity.server.fields import NOT_KEPT, Body, Items, ToolOfType, refused_field, short
+from moe_infinity.server.functions import AllowedTools
 from moe_infinity.server.limits import LOGPROBS, MESSAGES, METADATA
 from moe_infinity.server.parts import Part
 from moe_infinity.server.protocol import SampledBody

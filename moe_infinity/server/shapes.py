@@ -10,7 +10,7 @@ import json
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import count
+from itertools import count, groupby
 from typing import Any
 
 Message = dict[str, Any]
@@ -40,6 +40,7 @@ def shaped(messages: Messages, forms: Forms) -> Messages:
     if not forms.has_developer:
         messages = _in_role(messages, "developer", "system")
     messages = _with_one_system(messages, forms)
+    messages = _in_order_of_calls(messages)
     if forms.has_named_ids:
         messages = _with_ids(messages, lambda name, idx: f"functions.{name}:{idx}")
     if forms.has_one_call:
@@ -94,6 +95,21 @@ def _with_one_system(messages: Messages, forms: Forms) -> Messages:
             return [joined(as_user, rest[0]), *rest[1:]]
         return [as_user, *rest]
     return [*first, *rest]
+
+
+def _in_order_of_calls(messages: Messages) -> Messages:
+    """Put the results of several calls into the order of the calls: many templates write no ids."""
+    result: Messages = []
+    order: dict[str, int] = {}  # of the ids of the calls before
+    for is_results, group in groupby(messages, lambda each: each["role"] == "tool"):
+        run = list(group)
+        if is_results:
+            places = [order.get(each.get("tool_call_id", ""), len(order)) for each in run]
+            run = [run[at] for at in sorted(range(len(run)), key=places.__getitem__)]
+        else:
+            order = {call["id"]: at for at, call in enumerate(run[-1].get("tool_calls", ()))}
+        result += run
+    return result
 
 
 def _with_ids(messages: Messages, id_of: Callable[[str, int], str]) -> Messages:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import gzip
 import re
 
 import httpx
 import pytest
+
+from moe_infinity.server.bodies import read_json
+from moe_infinity.server.chat import ChatBody
+from moe_infinity.server.protocol import CompletionBody
 
 SAID = {"role": "user", "content": "w5"}
 
@@ -35,16 +40,78 @@ def test_a_refusal_says_what_is_wrong_and_where(server, path, body, said):
 
 
 DEEP = b'{"prompt":' + b"[" * 500 + b"]" * 500 + b"}"
-LONE = b'{"prompt": "\\ud800"}'
 
 
-@pytest.mark.parametrize(
-    "raw", [b"", b"{", b"[]", b'"x"', b"\xff\xfe", b'{"prompt": NaN}', DEEP, LONE]
-)
+@pytest.mark.parametrize("raw", [b"", b"{", b"[]", b'"x"', b"\xff\xfe", b'{"prompt": NaN}', DEEP])
 def test_a_body_that_is_no_object_is_refused(server, raw):
     answer = httpx.post(f"{server.url}/v1/completions", content=raw, timeout=60)
     assert answer.status_code == 400
     assert answer.json()["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    ("text", "read"),
+    [
+        (r'"a\ud83d b"', "a\ufffd b"),  # JavaScript writes so what was cut within an emoji
+        (r'"\uDE00\ud83d"', "\ufffd\ufffd"),
+        (r'"\ud83d\uDE00"', "\U0001f600"),
+        (r'"\ud83d\ud83d\ude00"', "\ufffd\U0001f600"),
+        (r'"\\ud83d"', r"\ud83d"),
+        (r'"\\\ud83d\n"', "\\\ufffd\n"),
+        ('\ufeff"x"', "x"),
+    ],
+)
+def test_half_a_character_and_a_byte_order_mark_hinder_nothing(text, read):
+    assert read_json(text.encode(), None) == read
+
+
+def test_a_packed_body_is_refused_as_what_it_is(server):
+    raw = gzip.compress(b'{"prompt": "w5", "max_tokens": 1}')
+    for coding, status in (("gzip", 415), ("identity", 400)):
+        headers = {"content-encoding": coding}
+        answer = httpx.post(
+            f"{server.url}/v1/completions", content=raw, headers=headers, timeout=60
+        )
+        assert answer.status_code == status
+        assert ("gzip" in answer.text) == (status == 415)
+
+
+def test_numbers_without_a_fraction_are_integers(server):
+    """Lua and Dart write 2 as 2.0."""
+    for path, asked in (
+        ("v1/chat/completions", {"messages": [SAID]} | {"max_tokens": 2.0}),
+        ("v1/completions", {"prompt": "w5"} | {"max_tokens": 2.0}),
+        ("v1/responses", {"input": "w5"} | {"max_output_tokens": 2.0}),
+        ("v1/messages", {"messages": [SAID]} | {"max_tokens": 2.0}),
+    ):
+        numbers = {"top_k": 3.0, "temperature": 1.0}
+        answer = httpx.post(f"{server.url}/{path}", json=asked | numbers, timeout=60)
+        assert answer.status_code == 200, answer.text
+    asked = {"prompt": "w5", "max_tokens": 2.5}
+    answer = httpx.post(f"{server.url}/v1/completions", json=asked, timeout=60)
+    assert "max_tokens: Input should be a valid integer" in answer.text
+    options = {"num_predict": 2.0, "top_k": 3.0}
+    body = {"prompt": "w5", "stream": False, "options": options}
+    answer = httpx.post(f"{server.url}/api/generate", json=body, timeout=60)
+    assert answer.json()["eval_count"] <= 2
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"max_new_tokens": 3, "random_seed": 4}, {"max_tokens": 3, "seed": 4}),
+        ({"num_predict": 3, "min_new_tokens": 2}, {"max_tokens": 3, "min_tokens": 2}),
+        ({"stop_sequences": ["x"]}, {"stops": ("x",)}),
+        ({"do_sample": False, "temperature": 0.5}, {"temperature": 0}),
+        ({"do_sample": True, "temperature": 0.5}, {"temperature": 0.5}),
+    ],
+)
+def test_a_field_may_have_the_name_that_others_have_for_it(fields, expected):
+    for body in (
+        CompletionBody.model_validate({"prompt": "w5"} | fields),
+        ChatBody.model_validate({"messages": [SAID]} | fields),
+    ):
+        assert {name: getattr(body, name) for name in expected} == expected
 
 
 def test_a_body_is_json_whatever_its_content_type(server):

@@ -12,6 +12,7 @@ from moe_infinity.server.chat import ChatBody
 from moe_infinity.server.ollama_body import OllamaChatBody
 from moe_infinity.server.refusals import BadRequest
 from moe_infinity.server.responses_body import ResponsesBody
+from moe_infinity.server.shapes import Forms, shaped
 
 SAID: list[Any] = [{"role": "user", "content": "hi"}]
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
@@ -179,3 +180,63 @@ def test_allowed_tools_that_are_none_are_refused(listed):
     choice = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": listed}}
     with pytest.raises(ValidationError):
         ChatBody.model_validate({"messages": SAID, "tools": [TOOL], "tool_choice": choice})
+
+
+@pytest.mark.parametrize(
+    ("parts", "text"),
+    [
+        (["a", {"type": "text", "text": "b"}], "a\nb"),
+        ([{"text": "a"}], "a"),
+        ([{"type": "reasoning", "text": "Hm"}, {"type": "text", "text": "a"}], "a"),
+        ([{"type": "reasoning", "summary": []}, {"type": "text", "text": "a"}], "a"),
+        ([{"type": "text", "text": "a"}, {"type": "frob", "x": 1}], "a\n[frob: left out"),
+    ],
+)
+def test_parts_of_other_libraries_are_read(parts, text):
+    answer = {"role": "assistant", "content": parts}
+    said = ChatBody.model_validate({"messages": [*SAID, answer, *SAID]}).messages[1]
+    assert said.for_template()["content"].startswith(text)
+    has_reasoning = "text" in parts[0] and "reasoning" in parts[0].values()
+    assert said.for_template().get("reasoning_content") == ("Hm" if has_reasoning else None)
+
+
+def test_a_part_of_an_unknown_type_that_is_asked_about_is_refused():
+    asked = [{"role": "user", "content": [{"type": "frob"}]}]
+    with pytest.raises(BadRequest, match="text only, not a part of type 'frob'"):
+        ChatBody.model_validate({"messages": asked})
+
+
+@pytest.mark.parametrize(
+    "tool",
+    [TOOL, {"type": "function"} | FUNCTION, {"name": "f", "input_schema": SCHEMA}],
+)
+@pytest.mark.parametrize(
+    "choice",
+    [
+        {"type": "function", "function": {"name": "f"}},
+        {"type": "function", "name": "f"},
+        {"type": "tool", "name": "f"},
+    ],
+)
+def test_tools_may_come_in_the_words_of_another_api(tool, choice):
+    fields = {"messages": SAID, "tools": [tool, {"type": "web_search", "name": "w"}]}
+    body = ChatBody.model_validate(fields | {"tool_choice": choice})
+    assert body.template_tools == [TOOL]
+    assert body.called_name == "f"
+    for kind, must_call in (("auto", False), ("none", False), ("any", True), ("required", True)):
+        body = ChatBody.model_validate(fields | {"tool_choice": {"type": kind}})
+        assert body.must_call == must_call
+        assert (body.template_tools is None) == (kind == "none")
+
+
+def test_results_are_put_into_the_order_of_their_calls():
+    """Many templates write no ids: a model would take one result for the other."""
+    names = ("a", "b", "c")
+    function = {"name": "f", "arguments": "{}"}
+    calls = [{"id": name, "type": "function", "function": function} for name in names]
+    results = [{"role": "tool", "tool_call_id": n, "content": n} for n in ("c", "x", "a", "b", "y")]
+    said: list[dict[str, Any]] = [{"role": "user", "content": "hi"}]
+    said += [{"role": "assistant", "content": "", "tool_calls": calls}, *results]
+    said += [{"role": "user", "content": "more"}, {"role": "tool", "content": "z"}]
+    found = [each["content"] for each in shaped(said, Forms())]
+    assert found == ["hi", "", "a", "b", "c", "x", "y", "more", "z"]

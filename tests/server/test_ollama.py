@@ -128,6 +128,17 @@ def test_results_belong_to_the_calls_before_them():
     assert [each.id for each in calls] == [each.tool_call_id for each in body.messages[2:]]
 
 
+def test_a_result_belongs_to_the_call_of_its_name():
+    """Clients answer calls in the order in which their tools end."""
+    calls: list[Any] = [{"function": {"name": n, "arguments": {}}} for n in ("f", "g", "f")]
+    results = [{"role": "tool", "tool_name": name, "content": name} for name in ("g", "f", "f")]
+    turn = {"role": "assistant", "content": "", "tool_calls": calls}
+    messages = [{"role": "user", "content": "hi"}, turn, *results]
+    body = OllamaChatBody.model_validate({"messages": messages}).for_chat()
+    ids = [each.id for each in body.messages[1].tool_calls or []]
+    assert [each.tool_call_id for each in body.messages[2:]] == [ids[1], ids[0], ids[2]]
+
+
 def test_log_probabilities_are_those_of_the_tokens(server):
     body = CHAT | {"stream": False, "logprobs": True, "top_logprobs": 2}
     answer = posted(server, "chat", body).json()
