@@ -82,6 +82,8 @@ def vocabulary_of(where: str, metadata: Mapping[str, Any], num_rows: int | None)
     be more. Special ids that are no token are left out with a warning. Raises CheckpointError.
     """
     model = metadata.get(f"{PREFIX}model", "none")
+    if not isinstance(model, str):
+        raise CheckpointError(f"{where}: {PREFIX}model is {model!r:.60}, expected a text")
     tokens = _array(where, metadata, "tokens", str)
     tokens = [text or f"[EMPTY_{token_id}]" for token_id, text in enumerate(tokens)]
     kinds = _array(where, metadata, "token_type", int, len(tokens)) or [TokenKind.NORMAL] * len(

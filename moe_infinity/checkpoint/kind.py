@@ -211,8 +211,17 @@ def _packing_of(checkpoint: str, config: Any) -> Format | None:
 
 def load_tokenizer(checkpoint: str, *, config_from: str | None, trust_remote_code: bool) -> Any:
     """The tokenizer that transformers makes of a folder or hub id, or that of the vocabulary in a
-    GGUF file unless `config_from` has one. Raises CheckpointError, UnsupportedModelError.
+    GGUF file unless `config_from` has one. A blank chat template is none. Raises CheckpointError,
+    UnsupportedModelError.
     """
+    tokenizer = _tokenizer_of(checkpoint, config_from, trust_remote_code)
+    template = getattr(tokenizer, "chat_template", None)
+    if isinstance(template, str) and not template.strip():
+        tokenizer.chat_template = None
+    return tokenizer
+
+
+def _tokenizer_of(checkpoint: str, config_from: str | None, trust_remote_code: bool) -> Any:
     file = find_gguf(checkpoint)
     if file is not None and (config_from is None or _has_no_tokenizer(Path(config_from))):
         return tokenizer_of(read_gguf(file))

@@ -238,3 +238,13 @@ def test_ids_of_other_files_are_looked_at(tiny_checkpoint, copy_of):
         with pytest.raises(CheckpointError, match=f"{name}: .* expected a whole number"):
             load_tokenizer(str(folder), config_from=None, trust_remote_code=False)
         (folder / name).write_bytes(before)
+
+
+@pytest.mark.parametrize(("template", "is_none"), [("", True), (" \n", True), ("{{ 1 }}", False)])
+def test_a_blank_chat_template_is_none(tiny_checkpoint, copy_of, template, is_none):
+    """A server would answer each chat from an empty prompt."""
+    folder = copy_of(tiny_checkpoint)
+    save_tokenizer(folder)
+    written(folder / "tokenizer_config.json", chat_template=template)
+    found = load_tokenizer(str(folder), config_from=None, trust_remote_code=False)
+    assert (found.chat_template is None) is is_none

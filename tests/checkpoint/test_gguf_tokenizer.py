@@ -129,6 +129,9 @@ def test_a_file_older_than_the_key_is_split_as_its_architecture_or_warned_of(qwe
 def test_an_unknown_model_and_no_vocabulary_are_refused(qwen):
     with pytest.raises(UnsupportedModelError, match=r"'rwkv'(.|\n)*--config"):
         tokenizer_of(gguf_of(qwen | {"tokenizer.ggml.model": "rwkv"}))
+    for odd in ([], ["gpt2"], 1, True):
+        with pytest.raises(CheckpointError, match="expected a text"):
+            tokenizer_of(gguf_of(qwen | {"tokenizer.ggml.model": odd}))
     for metadata in ({}, {"tokenizer.ggml.model": "no_vocab"}):
         with pytest.raises(CheckpointError, match="no vocabulary"):
             tokenizer_of(gguf_of(metadata))
