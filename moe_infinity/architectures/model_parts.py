@@ -50,13 +50,17 @@ class PackedLinear(nn.Module):
 
 
 Linear = nn.Linear | PackedLinear
+PLAIN_TENSORS = {nn.Parameter, Tensor, type(None)}
 
 
 def is_linear(module: object) -> TypeGuard[Linear]:
     """Return True for modules that multiply with a weight, add a bias, and do no more. A class
-    derived from `nn.Linear` may do anything.
+    derived from `nn.Linear` may do anything, and so may one derived from `Tensor`, as those of
+    torchao are.
     """
-    return type(module) in (nn.Linear, PackedLinear)
+    return type(module) in (nn.Linear, PackedLinear) and PLAIN_TENSORS.issuperset(
+        map(type, vars(module)["_parameters"].values())
+    )
 
 
 def weight_of(linear: Linear) -> Tensor | PackedWeight:

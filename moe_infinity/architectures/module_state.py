@@ -11,7 +11,8 @@ anything differs, the module's own code runs.
                          those of a GPU everything
     of its class         the methods, and the functions that `forward` names
     of its config        the values that its methods read, such as which attention function is used
-    of the process       hooks on all modules, modes of torch that see every function, autocast
+    of the process       hooks on all modules, modes of torch that see every function, autocast, and
+                         what is registered as the attention function
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_modules
 from torch.utils._device import DeviceContext
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import output_capturing
 
 from moe_infinity.kernels.cpu.same_bytes import KeptContents
@@ -74,6 +76,7 @@ class ModuleState:
         self._values = tuple(chain.from_iterable(self._views))
         self._names = [names for kind in classes if (names := _names_in(kind.forward))]
         self._names += _config_values_of(modules)
+        self._names.append((methodcaller("get", "sdpa"), ALL_ATTENTION_FUNCTIONS))
         self._names += [(methodcaller("get", "forward"), vars(module)) for module in whole]
         self._named = [read(namespace) for read, namespace in self._names]
         tensors = [x for m in modules for x in (*m._parameters.values(), *m._buffers.values())]

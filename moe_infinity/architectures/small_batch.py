@@ -189,7 +189,7 @@ class Siblings:
         """
         rows = x.shape[:-1]
         own: Callable[..., Tensor] = type(linear).forward
-        is_plain = own is PLAIN.get(type(linear))
+        is_plain = own is PLAIN.get(type(linear)) and is_linear(linear)
         is_for_kernel = is_plain and not torch.is_grad_enabled() and not is_watched()
         if not is_for_kernel or _is_torchs(linear, rows.numel(), x.dtype):
             return own(linear, x)

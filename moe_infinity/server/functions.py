@@ -76,7 +76,8 @@ def in_words_of_chat(choice: Any) -> Any:
     """
     if not isinstance(choice, dict) or "function" in choice:
         return choice
-    kind, name = choice.get("type"), choice.get("name")
+    kind = choice.get("type")
+    name = choice.get("name")
     if kind in ("function", "tool") and isinstance(name, str):
         return {"type": "function", "function": {"name": name}}
     return kind if kind in ("none", "auto", "required", "any") else choice

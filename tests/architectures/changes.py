@@ -125,6 +125,24 @@ def new_parameter(module: nn.Module) -> Undo:
     setattr(module, name, before)
 
 
+class Multiplying(Tensor):
+    """A weight that decides how it is multiplied with, as those of quantization libraries do."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = super().__torch_function__(func, types, args, kwargs or {})
+        return out.as_subclass(Tensor) * 1.5 if func is nn.functional.linear else out
+
+
+@contextmanager
+def weight_of_another_class(module: nn.Module) -> Undo:
+    linear: Any = module
+    before = linear.weight
+    linear.weight = nn.Parameter(before.detach().as_subclass(Multiplying))
+    yield
+    linear.weight = before
+
+
 @contextmanager
 def parametrized(module: nn.Module) -> Undo:
     name = the_float_parameter(module) or ""
@@ -217,6 +235,7 @@ CHANGES: dict[Change, Callable[[nn.Module], bool]] = {
     data_in_place: has_weight,
     new_data: has_weight,
     new_parameter: has_weight,
+    weight_of_another_class: lambda module: isinstance(module, nn.Linear),
     parametrized: has_weight,
     pruned: has_weight,
     new_number: lambda module: bool(numbers_of(module)),

@@ -159,6 +159,29 @@ def test_another_attention_function_leaves_experts_to_kernels(tmp_path):
         assert own_code(moe) == {"layer"}
 
 
+def test_a_function_that_is_registered_anew_is_followed(tmp_path):
+    """The config names it as before."""
+    folder = saved("Mixtral", tmp_path)
+    stock = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
+    registry = transformers.AttentionInterface()
+    for host_memory in ("50%", "100%"):
+        with MoE(folder, host_memory=host_memory) as moe:
+            if host_memory == "100%":
+                moe.preload()
+            before = steps(moe.model)
+            own = registry["sdpa"]
+            transformers.AttentionInterface.register(
+                "sdpa", lambda module, query, *args, **kwargs: (query.transpose(1, 2), None)
+            )
+            try:
+                expected = steps(stock)
+                found = steps(moe.model)
+            finally:
+                transformers.AttentionInterface.register("sdpa", own)
+            assert (found - expected).abs().max() <= 1e-4 * expected.abs().max()
+            assert torch.equal(steps(moe.model), before)
+
+
 def test_changed_experts_are_an_error_and_their_activation_is_followed(tmp_path):
     folder = saved("Mixtral", tmp_path)
     stock = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
