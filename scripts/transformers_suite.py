@@ -118,6 +118,11 @@ def main() -> int:
     for model in models:
         stock = run(given.source, model, None)
         num_passed = sum(outcome.is_passed for outcome in stock.values())
+        if not num_passed:
+            parser.error(
+                f"no test of {model} passes without the backend\n"
+                f"hint: is {given.source} that of transformers {transformers.__version__}?"
+            )
         for form in given.form or FORMS:
             ours = run(given.source, model, form)
             num_loaded = sum(outcome.num_loaded for outcome in ours.values())

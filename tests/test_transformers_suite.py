@@ -4,10 +4,12 @@ that are only there are told from the rest.
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
 
+from scripts import transformers_suite
 from scripts.transformers_suite import Outcome, failing_only_in, run, table
 
 # Written like transformers' tests, which take whatever a call of a class or from_pretrained gives.
@@ -74,6 +76,17 @@ def test_what_fails_only_through_the_backend_is_found(tmp_path: Path):
     found = failing_only_in(ours, stock)
     assert found.keys() == {"test_made", "test_loaded", "test_of_parts"}
     assert "UnsupportedModelError" in found["test_loaded"]
+
+
+def test_tests_of_another_version_are_an_error(tmp_path, monkeypatch, capsys):
+    """None can be imported: nothing would fail only through the backend."""
+    (tmp_path / "tests" / "models" / "mixtral").mkdir(parents=True)
+    monkeypatch.setattr(transformers_suite, "run", lambda *_: {"tests": Outcome(False, "", 0)})
+    monkeypatch.setattr(sys, "argv", ["transformers_suite", str(tmp_path), "mixtral"])
+    with pytest.raises(SystemExit) as ended:
+        transformers_suite.main()
+    assert ended.value.code == 2
+    assert "no test of mixtral passes" in capsys.readouterr().err
 
 
 def test_only_tests_that_stock_passes_count():

@@ -87,8 +87,8 @@ def test_numbers_without_a_fraction_are_integers(server):
         numbers = {"top_k": 3.0, "temperature": 1.0}
         answer = httpx.post(f"{server.url}/{path}", json=asked | numbers, timeout=60)
         assert answer.status_code == 200, answer.text
-    asked = {"prompt": "w5", "max_tokens": 2.5}
-    answer = httpx.post(f"{server.url}/v1/completions", json=asked, timeout=60)
+    half = {"prompt": "w5", "max_tokens": 2.5}
+    answer = httpx.post(f"{server.url}/v1/completions", json=half, timeout=60)
     assert "max_tokens: Input should be a valid integer" in answer.text
     options = {"num_predict": 2.0, "top_k": 3.0}
     body = {"prompt": "w5", "stream": False, "options": options}
