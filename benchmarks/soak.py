@@ -1,14 +1,18 @@
-"""Does a long generation stay under a memory limit, page cache included, without swapping?
+"""Do long prompts and answers stay under a memory limit, page cache included, without swapping?
 
     python tools/make_random_checkpoint.py runs/big --layers 7 --experts 128 --hidden 2048 \\
         --heads 32 --head-dim 128 --tokenizer models/demo                            # 8.6 GB
     python benchmarks/soak.py runs/big --limit 2GiB --host-memory 900MiB
+    python benchmarks/soak.py runs/big --limit 4GiB --prompts 32,2000,8000 --tokens 32 --seconds 600
+    python benchmarks/soak.py runs/big --memory 4GiB --prompts 600 --sequences 8
 
+Prompts of random ids are read in turn, until the time is over, and answered with so many tokens.
 The model runs in its own memory control group; its files are dropped from the page cache first. The
 group is sampled five times a second: all memory charged to it, anonymous memory, page cache, swap.
 The kernel drops page cache to keep a group below its limit, so the peak of all charged memory may
 be the limit itself. `held` is the memory that cannot be dropped; `limit_met` is how often the group
-reached its limit. Without --host-memory the budget is the automatic one.
+reached its limit. Without --host-memory the budget is the automatic one. With --memory the group
+has no limit, and `held` should stay below that number.
 """
 
 from __future__ import annotations
@@ -18,30 +22,54 @@ import json
 import resource
 import sys
 import time
+from collections.abc import Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 from limits import drop_from_page_cache, memory_cgroup, result_of, start
 
-PROMPT = "The old house stood at the edge of the moor, and nobody in the village could remember"
 SAMPLE_S = 0.2
 PRINT_S = 10.0
 
 
-def generate(model: str, num_tokens: int, options: dict[str, Any]) -> dict[str, Any]:
-    """Generate text; runs in the control group."""
+def generate(
+    model: str,
+    prompts: Sequence[int],
+    num_tokens: int,
+    num_sequences: int,
+    seconds: float,
+    options: dict[str, Any],
+) -> dict[str, Any]:
+    """Answer prompts; runs in the control group."""
+    import torch
+
     from moe_infinity import MoE
 
+    answers = []
+    ends = time.monotonic() + seconds
     with MoE(model, **options) as moe:
-        stream = moe.stream(
-            PROMPT, min_new_tokens=num_tokens, max_new_tokens=num_tokens, do_sample=False
-        )
-        for _ in stream:
-            pass
+        vocab_size = moe.model.config.get_text_config().vocab_size
+        generator = torch.Generator().manual_seed(0)
+        for num_prompt in cycle(prompts):
+            shape = (num_sequences, num_prompt)
+            ids = torch.randint(vocab_size, shape, generator=generator)
+            began = time.monotonic()
+            out = moe.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                min_new_tokens=num_tokens,
+                max_new_tokens=num_tokens,
+                do_sample=False,
+            )
+            answers.append((num_prompt, out.shape[1] - num_prompt, time.monotonic() - began))
+            if len(answers) >= len(prompts) and time.monotonic() >= ends:
+                break
         report = moe.report()
     return {
-        "tokens": len(stream.token_ids),
-        "tok_per_s": 1 / stream.tpot_s if stream.tpot_s else None,
+        "tokens": min(num_answered for _, num_answered, _ in answers),
+        "answers": len(answers),
+        "answer_s": {num: max(s for n, _, s in answers if n == num) for num in prompts},
         "slots": report.tiers[0].capacity,
         "host_bytes": report.tiers[0].capacity_bytes,
         "hit_rate": report.decode.hit_rate,
@@ -106,15 +134,26 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", type=Path)
     parser.add_argument("--limit", default="2GiB", help="of memory, page cache included")
+    parser.add_argument("--memory", help="the option, in place of a limit")
     parser.add_argument("--host-memory", help="default: the automatic budget")
     parser.add_argument("--prefetch", action="store_true")
     parser.add_argument("--tokens", type=int, default=2000)
+    parser.add_argument("--prompts", default="20", help="tokens, separated by commas")
+    parser.add_argument("--sequences", type=int, default=1, help="of a batch")
+    parser.add_argument("--seconds", type=float, default=0.0, help="each prompt at least once")
     args = parser.parse_args()
-    limit_bytes = parse_size(args.limit, whole_bytes=0)
-    options = {"host_memory": args.host_memory, "prefetch": args.prefetch}
-    cell = {"model": str(args.model), "num_tokens": args.tokens, "options": options}
+    limit_bytes = parse_size(args.memory or args.limit, whole_bytes=0)
+    options = {"host_memory": args.host_memory, "prefetch": args.prefetch, "memory": args.memory}
+    cell = {
+        "model": str(args.model),
+        "prompts": list(map(int, args.prompts.split(","))),
+        "num_tokens": args.tokens,
+        "num_sequences": args.sequences,
+        "seconds": args.seconds,
+        "options": options,
+    }
     drop_from_page_cache(args.model)
-    with memory_cgroup(limit_bytes) as group:
+    with memory_cgroup(2 * limit_bytes if args.memory else limit_bytes) as group:
         process = start(__file__, cell, group)
         peaks = watch(process, group)
         result = result_of(process)

@@ -34,7 +34,9 @@ class OffloadConfig:
     arguments.
     """
 
-    # For expert slots: bytes, "8GiB", "25%" of all experts; None: what is free.
+    # For everything that this process has in memory: bytes or "8GiB"; None: what is free.
+    memory: int | str | None = None
+    # Of it, for expert slots: bytes, "8GiB", "25%" of all experts; None: what the rest leaves.
     host_memory: int | str | None = None
     device: str = "auto"  # "cpu", "cuda", "cuda:1", "mps"; "auto": a CUDA GPU if there is one
     # For expert slots on the GPU, as host_memory; None: most of what is free beside dense weights.
@@ -86,6 +88,8 @@ class OffloadConfig:
         for size in (self.host_memory, self.device_memory):
             if size is not None:
                 parse_size(size, whole_bytes=0)
+        if self.memory_bytes == 0:
+            raise ConfigError(f"memory must be a size such as '8GiB', got {self.memory!r}")
         if self.device in ("cpu", "mps") and self.device_memory is not None:
             raise ConfigError(
                 f"device_memory is for a CUDA GPU; with device={self.device!r} use host_memory"
@@ -95,6 +99,11 @@ class OffloadConfig:
         threads = self.num_read_threads
         if type(threads) is not int or threads < 1:
             raise ConfigError(f"num_read_threads must be a whole number above 0, got {threads!r}")
+
+    @property
+    def memory_bytes(self) -> int | None:
+        """The number of `memory`, which cannot be a share."""
+        return None if self.memory is None else parse_size(self.memory, whole_bytes=0)
 
     @property
     def is_exact(self) -> bool:

@@ -73,6 +73,7 @@ class Step:
     counted_T: NDArray[np.bool_] | None = None  # False for padding; None: every token counts
     token_ids_T: Ints | None = None  # None when the model was called with embeddings
     sequence_T: Ints | None = None  # which sequence each token belongs to; None: S tokens of each
+    context: int = 0  # tokens of the longest sequence with the new ones; 0: not known
 
     @property
     def num_tokens(self) -> int:

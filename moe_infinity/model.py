@@ -20,6 +20,7 @@ Both give the same bits. docs/architecture.md draws them and says which files to
 from __future__ import annotations
 
 import copy
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -33,6 +34,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from moe_infinity.architectures.attention_inputs import can_be_cut
 from moe_infinity.architectures.early_router import EarlyRouter
 from moe_infinity.architectures.model_parts import bytes_by_type
 from moe_infinity.architectures.without_experts import COPIED, refuse, refuse_what_needs_experts
@@ -57,6 +59,7 @@ from moe_infinity.streaming import TextStream, check_one_sequence, streamed_argu
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+logger = logging.getLogger(__name__)
 POLL_S = 0.05  # between looks at whether experts are preloaded
 
 
@@ -188,25 +191,52 @@ class MoE:
             if not self._device.is_cpu:
                 kwargs.setdefault("disable_compile", True)  # which experts run depends on data
             named = signature(self.model.generate).bind_partial(*args).arguments | kwargs
+            kwargs |= self._in_passes(named)
             try:
                 with self._steps.generating(named), self.engine.cancellable(cancelled):
                     return self.model.generate(*args, **kwargs)
             finally:
                 self._experts.synchronize()
 
+    def _in_passes(self, named: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the setting by which `generate()` takes a prompt in several passes, if memory has
+        no room for it in one.
+        """
+        ids = named.get("input_ids", named.get("inputs"))
+        settings = named.get("generation_config") or self.model.generation_config
+        is_set = settings.prefill_chunk_size is not None or "prefill_chunk_size" in named
+        if is_set or not isinstance(ids, torch.Tensor) or not can_be_cut(self.model.config):
+            return {}
+        num_sequences, length = ids.shape
+        room = self.engine.room
+        fitting = room.tokens_at_once(num_sequences * length, length, num_sequences * length)
+        if fitting >= num_sequences * length:
+            return {}
+        at_once = max(fitting // num_sequences, 1)
+        logger.info("memory has room for %d of the prompt's %d tokens at once", at_once, length)
+        return {"prefill_chunk_size": at_once}
+
     # Steps of a caller that batches requests by itself, as the server does
 
-    def forward(self, step: Step, *, cache: Any = None, **inputs: Any) -> Any:
+    def forward(
+        self,
+        step: Step,
+        *,
+        cache: Any = None,
+        others: Callable[[], None] = lambda: None,
+        **inputs: Any,
+    ) -> Any:
         """Run one forward pass of the model without gradients. `step` says which sequence each
         token belongs to, `cache` is the KV cache, whatever name the model has for it, and `inputs`
-        are the other arguments. Raises UnsupportedModelError if the model takes no cache.
+        are the other arguments. `others` is called between two layers of a prompt and may run other
+        passes. Raises UnsupportedModelError if the model takes no cache.
         """
         if cache is not None:
             inputs[self._steps.cache_parameter] = cache
         with self._lock, torch.no_grad(), self._device.explaining():
             self._require_open()
             self._await_preload(None)
-            with self._steps.naming(step):
+            with self._steps.naming(step), self.engine.letting_run(others):
                 return self.model(**{k: self._device.move(v) for k, v in inputs.items()})
 
     def note_known(self, step: Step, top_k_index_TLK: Ints) -> None:

@@ -79,6 +79,17 @@ def keeps_nothing(layer: Any) -> bool:
     return type(layer).__name__ == "DummyLayer"
 
 
+def can_be_cut(config: Any) -> bool:
+    """Return True if a prompt may be computed in several passes: nothing but keys and values goes
+    from one to the next.
+    """
+    if config.is_encoder_decoder:
+        return False
+    layers = DynamicCache(config=config).layers
+    grows = (DynamicLayer, DynamicSlidingWindowLayer)
+    return all(type(layer) in grows or keeps_nothing(layer) for layer in layers)
+
+
 def with_room(cache_layer: Any) -> tuple[Tensor, Tensor]:
     """Return the layer's keys and values [B, G, N, ...] with one more token at the end, which the
     caller writes. It belongs to the layer once `add_token` was called.

@@ -52,7 +52,6 @@ class ResidencyTable:
 
     def __init__(self, num_slots: int, policy: EvictionPolicy) -> None:
         assert num_slots >= 1, num_slots
-        self.num_slots = num_slots
         self.evictions = 0
         self.prefetches = PrefetchCounters()
         self._policy = policy
@@ -62,6 +61,7 @@ class ResidencyTable:
         # only when a victim is chosen, so a hit does not touch the arrays by slot.
         self._held: dict[int, dict[ExpertKey, int]] = {}
         self._free = list(range(num_slots))[::-1]
+        self._withdrawn: list[int] = []  # slots that may have no expert for now
         # The same facts by slot, as arrays, so that choosing a victim is a few vector operations.
         self._layer_of_slot = np.full(num_slots, -1)
         self._expert_of_slot = np.full(num_slots, -1)
@@ -69,6 +69,15 @@ class ResidencyTable:
 
     def __len__(self) -> int:
         return len(self._entries)
+
+    @property
+    def num_slots(self) -> int:
+        """Slots that may have an expert."""
+        return len(self._transient) - len(self._withdrawn)
+
+    @property
+    def num_withdrawn(self) -> int:
+        return len(self._withdrawn)
 
     @property
     def num_resident(self) -> int:
@@ -241,13 +250,14 @@ class ResidencyTable:
 
     def _evictable(self) -> NDArray[np.bool_]:
         """A mask by slot: True for slots whose expert is RESIDENT and not held."""
-        evictable = np.ones(self.num_slots, dtype=bool)
+        evictable = np.ones(len(self._transient), dtype=bool)
         evictable[self._barred_slots()] = False
         return evictable
 
     def _barred_slots(self) -> list[int]:
-        """Slots that are free, loading or held; some may be named twice."""
-        barred = [*self._free, *(self._entries[key].slot_id for key in self._loading)]
+        """Slots that are free, withdrawn, loading or held; some may be named twice."""
+        barred = [*self._free, *self._withdrawn]
+        barred += [self._entries[key].slot_id for key in self._loading]
         for slot_ids in self._held.values():
             barred += slot_ids.values()
         return barred
@@ -277,6 +287,18 @@ class ResidencyTable:
     def evict_all(self) -> None:
         """Evict every expert that is neither loading nor held."""
         self._evict(np.flatnonzero(self._evictable()).tolist())
+
+    def withdraw(self, num_slots: int) -> list[int]:
+        """Take so many slots out of use, or as many as can be emptied now, and return them."""
+        self._evict(self._victims(num_slots - len(self._free)))
+        slot_ids = [self._free.pop() for _ in range(min(num_slots, len(self._free)))]
+        self._withdrawn += slot_ids
+        return slot_ids
+
+    def restore(self, num_slots: int) -> None:
+        """Put as many of the withdrawn slots into use again, or all of them."""
+        for _ in range(min(num_slots, len(self._withdrawn))):
+            self._free.append(self._withdrawn.pop())
 
     def lowest_scores(self, num_slots: int) -> NDArray[np.float64]:
         """The scores of the experts that `num_slots` loads would evict, lowest first: -inf for a
@@ -327,9 +349,9 @@ class ResidencyTable:
         """Put the table in order after a step was interrupted anywhere, this table included.
         Nothing is held any more; all else is computed again from the entries.
         """
-        used = {entry.slot_id for entry in self._entries.values()}
+        used = {entry.slot_id for entry in self._entries.values()} | {*self._withdrawn}
         self._held.clear()
-        self._free = [slot for slot in reversed(range(self.num_slots)) if slot not in used]
+        self._free = [slot for slot in reversed(range(len(self._transient))) if slot not in used]
         self._layer_of_slot[:] = self._expert_of_slot[:] = -1
         self._transient[:] = False
         for key, entry in self._entries.items():
@@ -340,7 +362,8 @@ class ResidencyTable:
     def check_invariants(self) -> None:
         """Every slot is free or has exactly one owner, and the arrays say what the entries say."""
         used = [entry.slot_id for entry in self._entries.values()]
-        assert sorted(used + self._free) == list(range(self.num_slots)), (used, self._free)
+        slots = sorted(used + self._free + self._withdrawn)
+        assert slots == list(range(len(self._transient))), (used, self._free, self._withdrawn)
         for key, entry in self._entries.items():
             slot = entry.slot_id
             assert (key in self._loading) == (entry.state is Residency.LOADING), (key, entry)

@@ -12,8 +12,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from math import prod
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 from transformers.core_model_loading import (
     WeightConverter,
@@ -37,6 +39,7 @@ from moe_infinity.checkpoint.packed_recipes import Order, ReorderedRecipe, order
 from moe_infinity.checkpoint.packing import Format, PackedTensor
 from moe_infinity.checkpoint.recipe import Recipe, Source
 from moe_infinity.errors import CheckpointError, UnsupportedModelError
+from moe_infinity.memory.needs import StepBytes
 
 SHARED_EXPERT = re.compile(r"\.shared?_(experts?|mlp)\b")
 TOP_K_NAMES = (
@@ -73,6 +76,18 @@ class Plan:
     def dense_bytes(self) -> int:
         """Bytes of the checkpoint that are not experts."""
         return stored_bytes(self.dense.values())
+
+    @property
+    def step_bytes(self) -> StepBytes:
+        """The memory that a pass needs beside the weights."""
+        layout = self.layers[0].layout
+        params = sum(prod(spec.shape) for spec in layout.params)
+        return StepBytes.of(
+            self.config,
+            top_k=self.top_k or 1,
+            expert_params=params,
+            item_bytes=getattr(torch, layout.params[0].dtype).itemsize,
+        )
 
     @property
     def shared_expert_bytes(self) -> int:

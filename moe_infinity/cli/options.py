@@ -106,11 +106,18 @@ class ModelOptions:
             "Default: 80% of what is free beside the other weights."
         ),
     ] = None
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            help="Memory for all of the process, such as '8GiB': weights, keys and values, "
+            "activations and Python. Default: what is free, less a thirty-second of the machine's."
+        ),
+    ] = None
     host_memory: Annotated[
         str | None,
         typer.Option(
-            help="Memory for experts: '8GiB', bytes, or '25%' of all experts. "
-            "Default: all experts, if they take at most 85% of what is free, else 70% of it."
+            help="Of it, memory for experts: '8GiB', bytes, or '25%' of all experts. "
+            "Default: what the rest leaves."
         ),
     ] = None
     policy: Annotated[

@@ -20,16 +20,15 @@ from moe_infinity.cluster.head import ExpertHosts, Placement
 from moe_infinity.cluster.local import LocalProcesses
 from moe_infinity.cluster.steps import HEAD, digest_of, owners
 from moe_infinity.config import options_of
-from moe_infinity.engine.build import build_experts
+from moe_infinity.engine.build import build_experts, free_for_experts
 from moe_infinity.engine.engine import LocalExperts, anonymous_step
 from moe_infinity.engine.experts import Experts
 from moe_infinity.engine.slots import SlotWork
 from moe_infinity.errors import ConfigError
 from moe_infinity.experts import Routing, Step
 from moe_infinity.memory.device import DeviceSlots
-from moe_infinity.memory.slots import AUTOMATIC_SHARE, num_host_slots
+from moe_infinity.memory.slots import num_host_slots
 from moe_infinity.model import MoE
-from moe_infinity.system.machine import available_memory_bytes
 
 
 class ClusterMoE(MoE):
@@ -147,7 +146,7 @@ def build_with_hosts(
     placement = _placement(config)
     local_config = config
     if placement.is_one_machine and config.host_memory is None:  # share what is free
-        free = int(available_memory_bytes() * AUTOMATIC_SHARE)
+        free = free_for_experts(plan, config)
         local_config = replace(config, host_memory=free // (config.expert_hosts + 1))
     hosts = _start(checkpoint, plan, reader, local_config, placement)
     try:
@@ -199,7 +198,12 @@ def _say_whether_it_pays(plan: Plan, config: ClusterConfig, exchange_s: float) -
     """Log what hosts cost each token, and what that has to save."""
     slot_bytes = max(recipes.layout.slot_bytes for recipes in plan.recipes)
     num_experts = sum(layer.num_experts for layer in plan.layers)
-    fit = num_host_slots(config.host_memory, slot_bytes=slot_bytes, num_experts=num_experts)
+    fit = num_host_slots(
+        config.host_memory,
+        slot_bytes=slot_bytes,
+        num_experts=num_experts,
+        free_bytes=free_for_experts(plan, config),
+    )
     token_s = len(plan.layers) * exchange_s
     costs = (
         f"an exchange with an expert host takes {exchange_s * 1e3:.2f} ms at least, "

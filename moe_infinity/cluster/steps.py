@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -99,7 +99,8 @@ def _told(event: Event) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
 def _event(told: dict[str, Any], arrays: dict[str, NDArray[Any]]) -> Event:
     if "layer" in told:
         return LayerRouting(told["layer"], arrays["top_k_index_TK"])
-    return Step(Phase(told["phase"]), told["num_sequences"], told["tokens_per_sequence"], **arrays)
+    sizes = (told["num_sequences"], told["tokens_per_sequence"])
+    return Step(Phase(told["phase"]), *sizes, **cast(dict[str, Any], arrays))
 
 
 HEAD = 0

@@ -4,7 +4,9 @@ predictor, the policies of the tiers, and the counters of the report.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -72,6 +74,18 @@ class Bookkeeping:
         counters = self.counters.of(step.phase)
         counters.steps += 1
         counters.tokens += step.num_counted
+
+    @contextmanager
+    def set_aside(self) -> Iterator[None]:
+        """Inside, other steps run. The one under way goes on afterwards."""
+        with self.recorder.set_aside():
+            yield
+        step = self.recorder.step
+        step = replace(step, begins_B=np.zeros_like(step.begins_B))
+        if self.predictor is not None:
+            self.predictor.begin_step(step)
+        for tier in self.tiers:
+            tier.policy.begin_step(step)
 
     def note_all_resident(self) -> None:
         """All experts are in memory and stay there: nothing has to be predicted any more."""

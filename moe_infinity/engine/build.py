@@ -24,6 +24,7 @@ from moe_infinity.engine.preloader import Preloader
 from moe_infinity.experts import ExpertKey
 from moe_infinity.memory.device import DeviceSlots
 from moe_infinity.memory.mover import Mover
+from moe_infinity.memory.room import ProcessMemory, Room
 from moe_infinity.memory.slots import MappedSlots
 from moe_infinity.memory.tiers import make_tiers
 from moe_infinity.predict.planner import PayOff, Prefetcher
@@ -56,14 +57,29 @@ def build_experts(
         id(recipes): layer.num_experts * recipes.bytes_per_expert()
         for layer, recipes in zip(plan.layers, plan.recipes, strict=True)
     }
+    room = Room(
+        ProcessMemory(config.memory_bytes),
+        plan.step_bytes,
+        bookkeeping.tiers[-1],
+        num_experts=bookkeeping.total_experts,
+    )
     return LocalExperts(
         path=path,
+        room=room,
         bookkeeping=bookkeeping,
         loader=loader,
         preloader=Preloader(bookkeeping, loader.in_file_order),
         description=description,
         stored_expert_bytes=sum(stored.values()),
     )
+
+
+def free_for_experts(plan: Plan, config: OffloadConfig, *, computes_here: bool = True) -> int:
+    """The bytes that are left for experts once the dense weights are loaded. `computes_here`: keys
+    and activations are in the memory of the host, too.
+    """
+    left = ProcessMemory(config.memory_bytes).left()
+    return left - (plan.step_bytes.from_the_start() if computes_here else 0)
 
 
 def _bookkeeping(
@@ -88,6 +104,7 @@ def _bookkeeping(
         device_slots,
         layer_slot_bytes=layer_slot_bytes,
         num_experts=sum(map(len, keys)) if local_LE is None else int(local_LE.sum()),
+        free_bytes=free_for_experts(plan, config, computes_here=device_slots is None),
         bytes_in_place=lambda: sum(
             recipes.bytes_in_place(
                 len(own) if local_LE is None else int(local_LE[i].sum()), max(layer_slot_bytes)

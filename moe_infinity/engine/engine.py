@@ -13,7 +13,7 @@ layers, the one that fills free slots (engine/preloader.py).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from threading import Event, RLock, Thread
 from weakref import WeakMethod
@@ -30,6 +30,7 @@ from moe_infinity.engine.preloader import Preloader, start_turns
 from moe_infinity.errors import Cancelled, CheckpointError, ClosedError
 from moe_infinity.experts import Ints, Phase, Routing, Step
 from moe_infinity.kernels.residents import Residents
+from moe_infinity.memory.room import Room
 from moe_infinity.memory.tiers import SlotTier
 from moe_infinity.predict.predictor import Predictor
 from moe_infinity.predict.recorder import Recorder
@@ -44,6 +45,7 @@ class LocalExperts:
         self,
         *,
         path: LayerPath,
+        room: Room,
         bookkeeping: Bookkeeping,
         loader: ExpertLoader,
         preloader: Preloader,
@@ -51,6 +53,7 @@ class LocalExperts:
         stored_expert_bytes: int,  # of all experts, on disk
     ) -> None:
         self.path = path
+        self.room = room
         self.bookkeeping = bookkeeping
         self.recorder: Recorder = bookkeeping.recorder
         self.loader = loader
@@ -62,6 +65,7 @@ class LocalExperts:
         self._preloader = preloader
         self._preload_thread: Thread | None = None
         self._cancelled: Event | None = None
+        self._others: Callable[[], None] | None = None
         self._is_closed = False
 
     @property
@@ -84,6 +88,7 @@ class LocalExperts:
     def begin_step(self, step: Step) -> None:
         """Begin a forward pass. A decode step may begin loads for its first layers."""
         with self.deciding:
+            self.room.make(step)
             self.path.begin_step()
             self.bookkeeping.note_begin(step)
             self._ongoing = OngoingStep(step, BEFORE_THE_FIRST, self._ongoing.is_unfinished)
@@ -100,6 +105,8 @@ class LocalExperts:
         expert cannot be read, Cancelled if the caller has cancelled the prompt.
         """
         routing = Routing.of(top_k_index_TK, top_k_weights_TK)
+        if moe_layer_idx > 0:
+            self._let_others_run()
         work = self.path.computers[moe_layer_idx].begin(x_TD, routing)
         self.run_layer(moe_layer_idx, routing, routing.activated, work)
         return work.sum()
@@ -117,6 +124,8 @@ class LocalExperts:
             if not self.is_next(moe_layer_idx, routing.num_tokens):
                 self.begin_step(anonymous_step(routing.num_tokens))
             self.enter(moe_layer_idx, is_unfinished=True)
+            if self._ongoing.step.phase is Phase.PREFILL:
+                self.room.keep_free(0)  # the step takes more than was thought
             self.path.run_layer(self._ongoing, routing, expert_idxs, work, self._stop_if_cancelled)
             self._ongoing = self._ongoing._replace(is_unfinished=False)
 
@@ -224,6 +233,27 @@ class LocalExperts:
             self.path.recover()
             for tier in self.tiers:
                 tier.table.evict_all()
+
+    @contextmanager
+    def letting_run(self, others: Callable[[], None]) -> Iterator[None]:
+        """While this context is active, `others` is called between two layers of a prompt. It may
+        run forward passes of its own.
+        """
+        self._others = others
+        try:
+            yield
+        finally:
+            self._others = None
+
+    def _let_others_run(self) -> None:
+        if self._others is None or self.recorder.keeps_tokens or len(self.tiers) > 1:
+            return
+        ongoing = self._ongoing
+        others, self._others = self._others, None
+        with self.bookkeeping.set_aside():
+            others()
+        self._others = others
+        self._ongoing = ongoing
 
     def synchronize(self) -> None:
         """Return at once: each layer is recorded before it is computed."""

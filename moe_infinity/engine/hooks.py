@@ -160,6 +160,7 @@ class StepReader:
             begins_B=np.full(num_sequences, num_cached == 0),
             counted_T=None if counted_T.all() else counted_T,
             token_ids_T=token_ids_T,
+            context=num_cached + num_new,
         )
 
     def _finished(self, token_ids_B: NDArray[np.int64]) -> NDArray[np.bool_]:

@@ -7,7 +7,7 @@ MappedSlots    experts stay where the page cache has them, for models of which a
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -17,16 +17,9 @@ from moe_infinity.errors import ConfigError
 from moe_infinity.experts import ExpertKey, ExpertLayout, MappedExpert, ParamSpec
 from moe_infinity.layout import view_of
 from moe_infinity.sizes import format_bytes, parse_size
-from moe_infinity.system.machine import available_memory_bytes, machine_memory_bytes
-from moe_infinity.system.memory import address_of, huge_pages
-
-# The share that experts get of what is free once the dense weights are loaded, unless host_memory
-# is set. The rest is for the KV cache, activations and other programs; a convention, not a
-# measurement.
-AUTOMATIC_SHARE = 0.7
-# Where all experts take no more than this share, all are in memory: nothing is then read or evicted
-# while a model computes, which makes up for the narrower rest.
-FITTING_SHARE = 0.85
+from moe_infinity.system import linux
+from moe_infinity.system.machine import machine_memory_bytes
+from moe_infinity.system.memory import address_of, give_back, huge_pages
 
 Mapped = Callable[[ExpertKey], MappedExpert | None]
 
@@ -56,6 +49,15 @@ class Slots(ABC):
     @abstractmethod
     def part_of(self, slot_id: int, spec: ParamSpec) -> Tensor:
         """uint8 [bytes]: a part of the expert in a slot."""
+
+    @property
+    def can_give_back(self) -> bool:
+        """True if the system may have the memory of single slots for a while."""
+        return False
+
+    def give_back(self, slot_ids: Sequence[int]) -> None:
+        """Let the system have the memory of these slots until they are filled again."""
+        raise NotImplementedError
 
 
 class BufferSlots(Slots):
@@ -97,6 +99,16 @@ class HostSlots(BufferSlots):
     def bytes_of(self, slot_id: int) -> memoryview:
         """The bytes of the slot, which may be written now."""
         return self.tensor_of(slot_id, self.slot_bytes).numpy().data
+
+    @property
+    def can_give_back(self) -> bool:
+        """True if the system may have the memory of single slots for a while."""
+        return linux.is_linux()
+
+    def give_back(self, slot_ids: Sequence[int]) -> None:
+        """Let the system have the memory of these slots until they are filled again."""
+        for slot_id in slot_ids:
+            give_back(self.address_of(slot_id), self.slot_bytes)
 
     def bytes_for(self, slot_id: int, key: ExpertKey) -> memoryview:
         """The bytes to fill so that the slot has this expert: those of the slot."""
@@ -162,29 +174,22 @@ class SlotViews:
         return self._params[address]
 
 
-def automatic_budget(free_bytes: int, *, expert_bytes: int) -> int:
-    """Bytes for experts, unless host_memory is set; `free_bytes` beside dense weights."""
-    if expert_bytes <= free_bytes * FITTING_SHARE:
-        return expert_bytes
-    return int(free_bytes * AUTOMATIC_SHARE)
-
-
 def num_host_slots(
     host_memory: int | str | None,
     *,
     slot_bytes: int,
     num_experts: int,
+    free_bytes: int,
     mapped_bytes: int | None = None,
 ) -> int:
-    """How many slots `host_memory` allows, at most one per expert. With `mapped_bytes` all experts
-    take no more than these, if all fit.
+    """How many slots `host_memory` allows, or `free_bytes` if it is None; at most one per expert.
+    With `mapped_bytes` all experts take no more than these, if all fit.
 
     Raises ConfigError if it holds no expert, or is more than the machine has.
     """
     everything = slot_bytes * num_experts if mapped_bytes is None else mapped_bytes
-    if host_memory is None:
-        budget = automatic_budget(available_memory_bytes(), expert_bytes=everything)
-    else:
+    budget = free_bytes
+    if host_memory is not None:
         budget = parse_size(host_memory, whole_bytes=everything)
     machine = machine_memory_bytes()
     if host_memory is not None and budget > machine:
@@ -194,10 +199,11 @@ def num_host_slots(
             f"hint: all experts together take {format_bytes(everything)}"
         )
     if budget < slot_bytes:
+        what = "what memory has left for experts" if host_memory is None else "host_memory"
         raise ConfigError(
-            f"host_memory of {format_bytes(budget)} holds no expert: "
+            f"{what}, {format_bytes(max(budget, 0))}, holds no expert: "
             f"one takes {format_bytes(slot_bytes)}\n"
-            f"hint: raise host_memory; all {num_experts} experts together take "
-            f"{format_bytes(everything)}"
+            f"hint: raise {'memory' if host_memory is None else 'host_memory'}; all {num_experts} "
+            f"experts together take {format_bytes(everything)}"
         )
     return num_experts if budget >= everything else min(budget // slot_bytes, num_experts)

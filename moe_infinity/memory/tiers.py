@@ -41,13 +41,14 @@ class SlotTier:
         """Memory that counts as free, and that experts will take or need."""
         if isinstance(self.slots, MappedSlots):
             return self.slots.num_bytes  # of the page cache
-        return (self.slots.num_slots - self.table.num_resident) * self.slots.slot_bytes
+        return (self.table.num_slots - self.table.num_resident) * self.slots.slot_bytes
 
     def occupancy(self) -> TierOccupancy:
         """Return how full the tier is now."""
-        slots = self.slots
-        num_resident = self.table.num_resident
-        return TierOccupancy(self.tier.value, num_resident, slots.num_slots, slots.num_bytes)
+        table = self.table
+        num_given_back = self.slots.num_slots - table.num_slots
+        num_bytes = self.slots.num_bytes - num_given_back * self.slots.slot_bytes
+        return TierOccupancy(self.tier.value, table.num_resident, table.num_slots, num_bytes)
 
 
 def make_tiers(
@@ -56,6 +57,7 @@ def make_tiers(
     *,
     layer_slot_bytes: Sequence[int],  # by MoE layer: the slot size its experts need
     num_experts: int,
+    free_bytes: int,  # for experts, unless the config says how many
     bytes_in_place: Callable[[], int],  # of all experts, where those that can be are mapped
     make_policy: Callable[..., EvictionPolicy],
     fills: tuple[Fill, Fill],  # for demand loads, for those that give way
@@ -75,6 +77,7 @@ def make_tiers(
         config.host_memory,
         slot_bytes=slot_bytes,
         num_experts=num_experts,
+        free_bytes=free_bytes,
         mapped_bytes=mapped_bytes,
     )
     slots: HostSlots | MappedSlots

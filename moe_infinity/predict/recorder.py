@@ -9,6 +9,8 @@ tokens of some of them only.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -68,6 +70,18 @@ class Recorder:
             self._tokens.record(moe_layer_idx, counted_TK)
         self._routing[moe_layer_idx] = counted_TK
         return counted_TK
+
+    @contextmanager
+    def set_aside(self) -> Iterator[None]:
+        """Inside, other steps are recorded. The one under way goes on afterwards."""
+        kept = (self.step, self._routing, self._sequence_of_token_T)
+        yield
+        self.step, self._routing, self._sequence_of_token_T = kept
+
+    @property
+    def keeps_tokens(self) -> bool:
+        """True while the routing of every token is kept."""
+        return self._tokens is not None
 
     def routing(self) -> Ints | None:
         """[T, L, K]: what the counted tokens of the current step activated. None if a layer has not

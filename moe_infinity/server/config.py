@@ -95,8 +95,20 @@ class ServeConfig:
         ),
     ] = False
     prefill_chunk: Annotated[
-        int, Option(min=1, help="Tokens of a prompt that one step computes.")
-    ] = 512
+        int | None,
+        Option(
+            min=1,
+            help="Tokens of a prompt that one pass computes. Default: 512; where not all experts "
+            "are in memory, as many as fit, since each pass reads the absent ones.",
+        ),
+    ] = None
+    max_gap: Annotated[
+        float,
+        Option(
+            min=0.0,
+            help="Seconds that an answer waits for its next token while a long prompt is computed.",
+        ),
+    ] = 5.0
     prefix_cache: Annotated[
         str | None,
         Option(

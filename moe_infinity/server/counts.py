@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
+
+from moe_infinity.server.sampling import Constraint
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -19,5 +24,14 @@ class EngineCounts:
     generated_tokens: int = 0
     masks: int = 0  # of tokens that a grammar allows
     masking_s: float = 0.0  # for all of these masks
+    cut: int = 0  # answers, as memory had no room for more of their keys and values
     steps: int = 0
     stepping_s: float = 0.0  # in all of these steps
+
+    def note_masks(self, constraint: Constraint | None) -> None:
+        """Count the masks of an answer that has ended."""
+        if constraint is not None and constraint.num_masks:
+            self.masks += constraint.num_masks
+            self.masking_s += constraint.masking_s
+            mean_us = constraint.masking_s / constraint.num_masks * 1e6
+            logger.info("%d masks of a grammar, %.0f us each", constraint.num_masks, mean_us)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from moe_infinity.errors import CheckpointError
+from moe_infinity.memory.room import DECODE_STEPS
 from moe_infinity.server.batch import DecodeBatch
 from moe_infinity.server.passes import Passes
 from moe_infinity.server.sequences import Running
@@ -35,12 +38,21 @@ class Decoding:
     def __init__(self, passes: Passes) -> None:
         self._passes = passes
         self._groups: list[Group] = []
+        self.ran_at = -math.inf  # when the last step ended, by time.monotonic()
+        self.longest_gap_s = 0.0  # from one step to the next, if a sequence was in both
+        self._num_looks = 0
+        self._in_last_step: set[Running] = set()
 
     def __iter__(self) -> Iterator[Running]:
         return iter([sequence for group in self._groups for sequence in group.sequences])
 
     def __len__(self) -> int:
         return sum(len(group.sequences) for group in self._groups)
+
+    @property
+    def num_held(self) -> int:
+        """Tokens in the KV caches, padding included."""
+        return sum(group.batch.longest * len(group.sequences) for group in self._groups)
 
     @property
     def num_bytes(self) -> int:
@@ -82,7 +94,21 @@ class Decoding:
         pass fails all of its batch. Those that fail are removed.
         """
         self._regroup()
-        return [computed for group in list(self._groups) for computed in self._compute(group)]
+        sequences = list(self)
+        computed = [each for group in list(self._groups) for each in self._compute(group)]
+        now = time.monotonic()
+        if not self._in_last_step.isdisjoint(sequences):
+            self.longest_gap_s = max(self.longest_gap_s, now - self.ran_at)
+        self._in_last_step = set(sequences)
+        self.ran_at = now
+        return computed
+
+    def newest_without_room(self) -> Running | None:
+        """The sequence that began last, if memory has no room for the next tokens of all."""
+        self._num_looks = (self._num_looks + 1) % DECODE_STEPS
+        if self._num_looks or not len(self) or self._passes.has_room(len(self) * DECODE_STEPS):
+            return None
+        return max(self, key=lambda sequence: sequence.began)
 
     def _regroup(self) -> None:
         """Move sequences that have grown out of their group."""

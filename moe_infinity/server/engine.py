@@ -4,9 +4,8 @@
                (bounded)  a seat   one chunk of one prompt     all of them, one token each
                                    a step                      a step
 
-A step computes one chunk of one prompt, then one token of every decoding sequence. So a decoding
-sequence waits for one chunk at most between two tokens. Prompts of a client keep their order, and
-clients take turns: for seats, and with chunks.
+In a long pass over a prompt the others go on between two layers (reading.py). Prompts of a client
+keep their order, and clients take turns: for seats, and with chunks.
 
 A sequence has a seat from its first chunk to its last token, while its row in the batch changes.
 The recorder and the predictor know sequences by their seats: each sequence has its own EAM, and the
@@ -18,8 +17,9 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
@@ -32,6 +32,7 @@ from moe_infinity.server.counts import EngineCounts
 from moe_infinity.server.decoding import Decoding
 from moe_infinity.server.generation import Generation
 from moe_infinity.server.passes import Passes
+from moe_infinity.server.reading import Left, Reading
 from moe_infinity.server.sequences import (
     DeadlineExceeded,
     Deliver,
@@ -40,10 +41,12 @@ from moe_infinity.server.sequences import (
     Request,
     Running,
 )
-from moe_infinity.server.turns import PromptShares, SeatQueue, to_yield
+from moe_infinity.server.turns import SeatQueue, Seats, to_yield
 from moe_infinity.system.threads import keep_running
 
 logger = logging.getLogger(__name__)
+
+
 PRELOAD_GLANCE_S = 0.1  # between looks at whether experts are preloaded
 JOIN_TIMEOUT_S = 120.0  # a step may have to wait for a slow disk
 
@@ -67,9 +70,8 @@ class Engine:
         self._waiting = SeatQueue(self.config.max_queue)  # guarded by _changed, as the next two
         self._is_draining = False
         self._is_closing = False
-        self._free_seats = list(range(self.config.max_batch))[::-1]
-        self._prefilling: deque[Running] = deque()
-        self._shares = PromptShares(self.config.prefill_chunk)
+        self._free_seats = Seats(self.config.max_batch)
+        self._prefilling = Reading(self._passes, config)
         self._decoding = Decoding(self._passes)
         self._thread: threading.Thread | None = None
 
@@ -157,7 +159,7 @@ class Engine:
         """
         prompts = [
             {"tokens": len(sequence.request.prompt_ids), "read": sequence.num_prefilled}
-            for sequence in tuple(self._prefilling)
+            for sequence in self._prefilling
         ]
         return {
             "prompts": prompts,
@@ -166,6 +168,7 @@ class Engine:
             "prefilling": len(self._prefilling),
             "decoding": len(self._decoding),
             "kv_bytes": self._decoding.num_bytes,
+            "longest_gap_s": self._decoding.longest_gap_s,
             "prefix_bytes": self._passes.prefixes.used_bytes,
             "prefix_capacity_bytes": self._passes.prefixes.num_bytes,
             **asdict(self.counts),
@@ -190,17 +193,14 @@ class Engine:
                 raise
             logger.exception("the engine died")
             self.death = error
-            self._fail_all(
-                EngineStopped(f"the engine died: {error!r}")
-            )  # those that came meanwhile
+            self._fail_all(EngineStopped(f"the engine died: {error!r}"))  # who came meanwhile
             return False
 
     def _is_consistent(self) -> bool:
-        try:
+        with suppress(AssertionError):
             self.check_invariants()
-        except AssertionError:
-            return False
-        return True
+            return True
+        return False
 
     def _wait_for_work(self) -> bool:
         """Return True when there is work, False when the engine closes."""
@@ -212,11 +212,12 @@ class Engine:
             return not self._is_closing
 
     def step(self) -> None:
-        """Compute one chunk of one prompt, then one token of every decoding sequence."""
+        """Compute a chunk of one prompt, then one token of every decoding sequence."""
         began = time.perf_counter()
         self._drop_ended()
         self._admit()
-        self._prefill()
+        if self._prefilling:
+            self._prefill(self._prefilling.next())
         self._decode()
         self.counts.steps += 1
         self.counts.stepping_s += time.perf_counter() - began
@@ -229,6 +230,8 @@ class Engine:
         with self._changed:
             everyone = [*self._waiting, *self._prefilling, *self._decoding]
         for sequence in everyone:
+            if sequence is self._prefilling.current:
+                continue
             if sequence.is_cancelled:
                 self.counts.cancelled += 1
                 self._leave(sequence, Cancelled("the request was cancelled"))
@@ -240,57 +243,54 @@ class Engine:
     def _admit(self) -> None:
         while True:
             with self._changed:  # not longer: requests come meanwhile
-                client = self._waiting.next_client(self._seats())
+                seated = (*self._prefilling, *self._decoding)
+                client = self._waiting.next_client(Counter(s.request.client for s in seated))
             if client is None or not (self._free_seats or self._free_a_seat(client)):
                 return
             with self._changed:
                 sequence = self._waiting.pop(client)
-            sequence.seat = self._free_seats.pop()
+            if not self._passes.can_hold(sequence, seated, self._decoding.num_held):
+                with self._changed:
+                    self._waiting.put_back(sequence)
+                return
+            self._free_seats.give(sequence)
             sequence.began = min(sequence.began, time.monotonic())
             if sequence.is_set_aside:
                 sequence.is_set_aside = False
                 self._decoding.add(sequence)
             else:
-                self._prefilling.append(sequence)
-
-    def _seats(self) -> Counter[str]:
-        """How many seats each client has."""
-        return Counter(each.request.client for each in (*self._prefilling, *self._decoding))
+                self._prefilling.add(sequence)
 
     def _free_a_seat(self, client: str) -> bool:
         """Let a sequence of a client that has more than its share wait. False if there is none."""
         seated = sorted((*self._decoding, *self._prefilling), key=lambda each: each.began)
+        seated = [each for each in seated if each is not self._prefilling.current]
         sequence = to_yield(seated, client)
-        if sequence is None or sequence.seat is None:
+        if sequence is None:
             return False
         if sequence in self._decoding:
             self._decoding.set_aside(sequence)
             sequence.is_set_aside = True
         else:
             self._prefilling.remove(sequence)
-        self._free_seats.append(sequence.seat)
-        sequence.seat = None
+        self._free_seats.take_back(sequence)
         sequence.is_known = False
         with self._changed:
             self._waiting.put_back(sequence)
         return True
 
-    def _prefill(self) -> None:
-        """Compute a chunk of the oldest prompt of the client whose turn it is. An error ends that
-        sequence only.
-        """
-        if not self._prefilling:
-            return
-        sequence = self._shares.next_of(self._prefilling)
+    def _prefill(self, sequence: Running) -> None:
+        """Compute a chunk of a prompt. An error ends that sequence only."""
+        is_alone = len(self._prefilling) == 1 and not (self._decoding or self._waiting)
+        before = sequence.num_prefilled
         try:
-            before = sequence.num_prefilled
-            logits_V = self._passes.prefill(sequence)
-            num_tokens = sequence.num_prefilled - before
-            self._shares.note(sequence, num_tokens)
-            self.counts.prompt_tokens += num_tokens
+            logits_V = self._prefilling.read(sequence, self._let_others_go_on, is_alone=is_alone)
+            self.counts.prompt_tokens += sequence.num_prefilled - before
             self.counts.cached_tokens += sequence.num_cached if before == 0 else 0
             is_read = sequence.is_prefilled
             is_last = is_read and self._begin_answer(sequence, logits_V)
+        except Left:
+            return
         except Exception as error:
             self._fail(sequence, error)
             return
@@ -303,18 +303,29 @@ class Engine:
         if not self._begins_anew(sequence):
             self._decoding.add(sequence)
 
+    def _let_others_go_on(self) -> None:
+        """Called between two layers of a pass over a prompt: let sequences that decode go on before
+        they have waited too long, and read a prompt that one usual pass reads. Raises Left.
+        """
+        if self._prefilling.is_time_for_others(self._decoding.ran_at):
+            self._drop_ended()
+            self._admit()
+            if (beside := self._prefilling.next_beside()) is not None:
+                self._prefill(beside)
+            self._decode()
+
     def _begins_anew(self, sequence: Running) -> bool:
         """Queue a sequence whose next token the model computes without its cache."""
         num_anew = self._passes.lengths.num_anew(sequence.num_held, len(sequence.ids))
         if num_anew:
             sequence.begin_anew(num_anew)
-            self._prefilling.append(sequence)
+            self._prefilling.add(sequence)
         return num_anew > 0
 
     def _begin_answer(self, sequence: Running, logits_V: Tensor) -> bool:
         """Choose the first token. Returns True if it was the last, or there is to be none."""
         if sequence.request.max_new_tokens == 0:
-            sequence.end_with_prompt()
+            sequence.end_here()
             return True
         is_last = sequence.add(logits_V)
         self.counts.generated_tokens += 1
@@ -322,6 +333,12 @@ class Engine:
 
     def _decode(self) -> None:
         """Compute one token of each decoding sequence. An error in choosing a token ends one."""
+        newest = self._decoding.newest_without_room()
+        if newest is not None:
+            logger.warning("an answer is cut: memory has no room for its keys and values")
+            self.counts.cut += 1
+            newest.end_here()
+            self._finish(newest)
         for sequence in self._decoding:
             if self._begins_anew(sequence):
                 self._decoding.remove(sequence)
@@ -350,21 +367,14 @@ class Engine:
 
     def _leave(self, sequence: Running, error: BaseException | None) -> None:
         """Remove a sequence in any state, free its seat and its cache, then deliver its end."""
-        constraint = sequence.request.constraint
-        if constraint is not None and constraint.num_masks:
-            self.counts.masks += constraint.num_masks
-            self.counts.masking_s += constraint.masking_s
-            mean_us = constraint.masking_s / constraint.num_masks * 1e6
-            logger.info("%d masks of a grammar, %.0f us each", constraint.num_masks, mean_us)
+        self.counts.note_masks(sequence.request.constraint)
         with self._changed:
             self._waiting.remove(sequence)
         if sequence in self._prefilling:
             self._prefilling.remove(sequence)
         if sequence in self._decoding:
             self._decoding.remove(sequence)
-        if sequence.seat is not None:
-            self._free_seats.append(sequence.seat)
-            sequence.seat = None
+        self._free_seats.take_back(sequence)
         sequence.cache = None
         sequence.end(error)
 
@@ -376,14 +386,12 @@ class Engine:
             self.counts.failed += len(everyone)
         self._prefilling.clear()
         self._decoding.clear()
-        self._free_seats = list(range(self.config.max_batch))[::-1]
+        self._free_seats = Seats(self.config.max_batch)
         for sequence in everyone:
             sequence.end(error)
 
     def check_invariants(self) -> None:
         """Assert that each seat is free or taken once, and that each sequence has a row."""
-        seated = [s.seat for s in (*self._prefilling, *self._decoding)]
-        seats = sorted(seat for seat in (*seated, *self._free_seats) if seat is not None)
-        assert seats == list(range(self.config.max_batch)), (seated, self._free_seats)
+        self._free_seats.check_invariants([*self._prefilling, *self._decoding])
         self._decoding.check_invariants()
         self._moe.check_invariants()

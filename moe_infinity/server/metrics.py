@@ -107,6 +107,14 @@ def engine_metrics(state: dict[str, Any]) -> Iterator[Metric]:
         sum_value=state["masking_s"],
     )
     yield CounterMetricFamily(f"{PREFIX}_steps", "Steps of the engine", value=state["steps"])
+    yield CounterMetricFamily(
+        f"{PREFIX}_cut_answers", "Answers that memory had no more room for", value=state["cut"]
+    )
+    yield GaugeMetricFamily(
+        f"{PREFIX}_longest_gap_seconds",
+        "Longest time between two steps of a running sequence",
+        value=state["longest_gap_s"],
+    )
     yield CounterMetricFamily(f"{PREFIX}_step_seconds", "Time in steps", value=state["stepping_s"])
 
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 import inspect
 import logging
 import math
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,9 +19,11 @@ from torch import Tensor
 from transformers import GenerationMixin
 from transformers.cache_utils import DynamicCache, DynamicSlidingWindowLayer
 
-from moe_infinity.architectures.attention_inputs import cache_parameter
+from moe_infinity.architectures.attention_inputs import cache_parameter, can_be_cut
 from moe_infinity.errors import CheckpointError, ConfigError, UnsupportedModelError
 from moe_infinity.experts import Phase, Step
+from moe_infinity.memory.needs import USUAL_TOKENS
+from moe_infinity.memory.room import LEAST_TOKENS
 from moe_infinity.model import MoE
 from moe_infinity.server.batch import (
     DecodeBatch,
@@ -32,13 +35,11 @@ from moe_infinity.server.config import ServeConfig
 from moe_infinity.server.lengths import Lengths
 from moe_infinity.server.prefix_cache import PrefixCache, Snapshots, why_no_snapshots, why_not
 from moe_infinity.server.sampling import ChosenToken, prompt_logprobs
-from moe_infinity.server.sequences import NoEmbeddings, Running
+from moe_infinity.server.sequences import NoEmbeddings, QueueFull, Running
 from moe_infinity.sizes import parse_size
-from moe_infinity.system.machine import available_memory_bytes
 
 logger = logging.getLogger(__name__)
-PREFIX_SHARE = 0.1  # of the memory that is free once the model is loaded
-BESIDE_SHARE = 0.3  # of what is free beside all experts that are still to come, at most
+PREFIX_SHARE = 0.1  # of the memory that is not taken by the model's dense weights
 
 
 class Passes:
@@ -55,10 +56,12 @@ class Passes:
         # Recurrent layers would begin anew with each chunk. With one seat a prompt is one pass, as
         # in generate(), unless logits of all its tokens are wanted: they may not fit into memory.
         self.lengths = Lengths(moe.model)
-        apart = layers_that_cannot_join(moe.model.config)
-        can_chunk = not (apart or has_recurrent_layers(moe.model.config))
-        self._chunk_to_read = config.prefill_chunk if can_chunk else None
-        self._chunk = self._chunk_to_read if config.max_batch > 1 else None
+        self._can_chunk = can_be_cut(moe.model.config)
+        self._chunk = config.prefill_chunk
+        self._max_gap = config.max_gap
+        self._token_layer_s = 0.0  # of a prompt's token in a layer, of the last pass
+        self._room = moe.engine.room
+        self._num_layers = len(moe.engine.path.computers)
         self.prefixes = prefixes_of(moe, config)
 
     def _require_servable(self) -> None:
@@ -80,17 +83,31 @@ class Passes:
                 "serve one request at a time with --max-batch 1"
             )
 
-    def prefill(self, sequence: Running) -> Tensor:
+    def has_room(self, num_tokens: int) -> bool:
+        """True if memory has room for the keys and values of so many tokens more."""
+        return self._room.has_room(num_tokens)
+
+    def can_hold(self, sequence: Running, others: Sequence[Running], num_held: int) -> bool:
+        """True if there is memory for one more sequence: in a batch with the others all rows are as
+        long as the longest, and `num_held` tokens of these are there. Alone it has all memory.
+        """
+        longest = max(len(each.ids) for each in (sequence, *others))
+        num_answer = min(sequence.request.max_new_tokens, USUAL_TOKENS)
+        num_new = (len(others) + 1) * (longest + num_answer) - num_held
+        at_once = LEAST_TOKENS if self._can_chunk else len(sequence.ids)
+        return not others or self._room.has_room(num_new, at_once)
+
+    def prefill(
+        self, sequence: Running, others: Callable[[], None], *, is_alone: bool = False
+    ) -> Tensor:
         """Compute the next chunk of a prompt, or of all tokens of an answer that begins anew.
-        Returns [V] float32 logits of its last token.
+        Returns [V] float32 logits of its last token. `others` is called between two layers;
+        `is_alone`: no other sequence waits.
         """
         prompt_ids = sequence.ids
         cache = sequence.cache or self._begin(sequence)
         start = sequence.num_prefilled
-        size = self._chunk_to_read if sequence.request.reads_all else self._chunk
-        if not self.lengths.is_usual(len(prompt_ids)):
-            size = None  # a chunk would not see how long the whole is
-        chunk = prompt_ids[start : None if size is None else start + size]
+        chunk = prompt_ids[start : start + self._num_at_once(sequence, is_alone=is_alone)]
         inputs = {
             "input_ids": torch.tensor([chunk], dtype=torch.long, device="cpu"),
             "attention_mask": torch.ones((1, start + len(chunk)), dtype=torch.long, device="cpu"),
@@ -99,7 +116,10 @@ class Passes:
             "num_forgotten": sequence.num_forgotten,  # not the model's
         }
         step = self._step(Phase.PREFILL, [sequence] * len(chunk), chunk)
-        logits_V = self._read(sequence, step, inputs)
+        began = time.perf_counter()
+        logits_V = self._read(sequence, step, inputs | {"others": others})
+        took_s = time.perf_counter() - began
+        self._token_layer_s = took_s / len(chunk) / self._num_layers
         sequence.num_prefilled += len(chunk)
         if sequence.branch is not None:
             sequence.branch.note(self._moe.last_routing())
@@ -109,6 +129,26 @@ class Passes:
             if self.prefixes.needs_windows:
                 cut_windows(cache, is_last=is_last)
         return logits_V
+
+    def _num_at_once(self, sequence: Running, *, is_alone: bool) -> int:
+        """Raises QueueFull if memory is short."""
+        length = len(sequence.ids)
+        num_left = length - sequence.num_prefilled
+        if not (self._can_chunk and self.lengths.is_usual(length)):
+            return num_left  # a chunk would begin anew, or not see how long the whole is
+        if self._chunk is not None and (self._num_seats > 1 or sequence.request.reads_all):
+            return min(self._chunk, num_left)
+        most = num_left
+        if sequence.request.reads_all or (self._num_seats > 1 and self._room.has_all):
+            most = USUAL_TOKENS
+        elif self._num_seats > 1:
+            layer_s = self._max_gap if is_alone else self._max_gap / 2
+            in_time = layer_s / self._token_layer_s if self._token_layer_s else 0
+            most = max(USUAL_TOKENS, int(in_time))
+        fitting = self._room.tokens_at_once(num_left, length, most)
+        if fitting == 0:
+            raise QueueFull("there is no memory for this prompt beside others: try again later")
+        return fitting
 
     def _read(self, sequence: Running, step: Step, inputs: dict[str, Any]) -> Tensor:
         """Compute a chunk, and what its request wants of the prompt's own tokens."""
@@ -213,7 +253,8 @@ class Passes:
         self.lengths.forget()
         inputs |= {"use_cache": True, "logits_to_keep": num_kept}
         accepted = {name: value for name, value in inputs.items() if name in self._accepts}
-        logits_BTV: Tensor = self._moe.forward(step, **accepted).logits
+        others = inputs.get("others", lambda: None)
+        logits_BTV: Tensor = self._moe.forward(step, others=others, **accepted).logits
         num_tokens = inputs["attention_mask"].shape[1] - inputs.get("num_forgotten", 0)
         if not has_tokens(inputs["cache"], num_tokens):
             raise UnsupportedModelError(
@@ -236,6 +277,7 @@ class Passes:
             begins_B=begins_B,
             token_ids_T=np.array(token_ids),
             sequence_T=sequence_T,
+            context=max(len(owner.ids) for owner in owners),
         )
 
 
@@ -255,10 +297,9 @@ def prefixes_of(moe: MoE, config: ServeConfig) -> PrefixCache | Snapshots:
             raise ConfigError(f"prefixes of this model cannot be kept: {reason}")
         logger.info("no prefixes are kept: %s", reason)
         return PrefixCache(0)
-    free_bytes = available_memory_bytes()
-    beside_bytes = max(free_bytes - moe.engine.tiers[-1].bytes_to_come, 0)
+    free_bytes = max(moe.engine.room.left() + moe.engine.room.movable(), 0)
     if wanted is None:
-        num_bytes = int(min(free_bytes * PREFIX_SHARE, beside_bytes * BESIDE_SHARE))
+        num_bytes = int(free_bytes * PREFIX_SHARE)
     else:
         num_bytes = parse_size(wanted, whole_bytes=free_bytes)
     return Snapshots(num_bytes) if is_recurrent else PrefixCache(num_bytes)

@@ -14,6 +14,7 @@ from typing import Any
 from llguidance import LLMatcher
 from transformers import PreTrainedTokenizerBase
 
+from moe_infinity.architectures.attention_inputs import can_be_cut
 from moe_infinity.errors import CheckpointError
 from moe_infinity.model import MoE
 from moe_infinity.server.chat import ChatBody
@@ -71,7 +72,8 @@ class PromptReader:
         self.tokenizer = moe.tokenizer
         self._template = ChatTemplate(moe.tokenizer)
         self.format = MessageFormat(moe.tokenizer, moe.model)
-        self.max_context = context_of(moe, config.max_context)  # tokens of prompt and answer
+        context = context_of(moe, config.max_context)
+        self.max_context = within_memory(moe, context)  # tokens of prompt and answer
         self._max_prompts = config.max_queue
         self._max_new_tokens = config.max_new_tokens
         self._generation = Generation(moe.model)
@@ -324,12 +326,23 @@ def context_of(moe: MoE, wanted: int | None) -> int:
     if wanted is None and longest is None:
         raise CheckpointError("the model does not say how long a context it takes: --max-context")
     if wanted is None or longest is None:
-        return wanted or longest or 0
-    if wanted > longest and not has_growing_context(config):
+        wanted = wanted or longest or 0
+    elif wanted > longest and not has_growing_context(config):
         logger.warning(
             "--max-context %d is lowered to %d, the most that the model's config.json allows",
             wanted,
             longest,
         )
-        return longest
+        wanted = longest
     return wanted
+
+
+def within_memory(moe: MoE, context: int) -> int:
+    """The most tokens of prompt and answer, at most `context`, that memory has room for."""
+    most = moe.engine.room.most_tokens(context, is_whole=not can_be_cut(moe.model.config))
+    if most < context:
+        logger.warning(
+            "prompt and answer may have %d tokens together: memory has no room for the keys and "
+            "values of %d\nhint: raise --memory", most, context,
+        )  # fmt: skip
+    return most

@@ -292,8 +292,8 @@ class Running:
         self.num_echoed += len(tokens)
         self._show(text)
 
-    def end_with_prompt(self) -> None:
-        """Nothing is to be generated."""
+    def end_here(self) -> None:
+        """Nothing more is to be generated."""
         self._finish("length")
 
     def add(self, logits_V: Tensor) -> bool:

@@ -18,6 +18,32 @@ from moe_infinity.server.sequences import QueueFull, Running
 FAIR = 1  # seats that a client may have more than another that waits
 
 
+class Seats:
+    """The places of sequences in steps, by which the recorder knows them."""
+
+    def __init__(self, num_seats: int) -> None:
+        self._num_seats = num_seats
+        self._free = list(range(num_seats))[::-1]
+
+    def __bool__(self) -> bool:
+        """True if one is free."""
+        return len(self._free) > 0
+
+    def give(self, sequence: Running) -> None:
+        sequence.seat = self._free.pop()
+
+    def take_back(self, sequence: Running) -> None:
+        """Does nothing if the sequence has none."""
+        if sequence.seat is not None:
+            self._free.append(sequence.seat)
+            sequence.seat = None
+
+    def check_invariants(self, seated: Sequence[Running]) -> None:
+        """Assert that each seat is free or taken once."""
+        taken = [sequence.seat for sequence in seated if sequence.seat is not None]
+        assert sorted(taken + self._free) == list(range(self._num_seats)), (taken, self._free)
+
+
 class SeatQueue:
     """The queue. Not safe to use from several threads at once."""
 
@@ -96,7 +122,7 @@ class PromptShares:
     """
 
     def __init__(self, chunk: int) -> None:
-        """`chunk`: tokens of a prompt that a step computes."""
+        """`chunk`: tokens of a prompt that a step computes, about."""
         self._chunk = chunk
         self._num_computed: Counter[str] = Counter()
         self._present: set[str] = set()  # clients that had prompts last time

@@ -101,6 +101,13 @@ def populate(address: int, num_bytes: int) -> None:
     raise OSError(code, os.strerror(code))
 
 
+def drop_pages(address: int, num_bytes: int) -> None:
+    """Take the pages of private memory away; they are zeros when they are next looked at."""
+    if libc().madvise(address, num_bytes, mmap.MADV_DONTNEED):
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+
+
 def handle_bus_errors(address: int, stock: SignalAction) -> None:
     """Let machine code handle SIGBUS: a C function of a signal's number, siginfo_t and context.
     `stock` gets what the signal did before. Raises OSError.

@@ -32,6 +32,14 @@ def return_free_memory() -> None:
         linux.trim()
 
 
+def give_back(address: int, num_bytes: int) -> None:
+    """Let the system have the whole pages of this memory, which hold zeros from then on."""
+    first = address + -address % mmap.PAGESIZE
+    end = (address + num_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
+    if linux.is_linux() and end > first:
+        linux.drop_pages(first, end - first)
+
+
 def address_of(view: memoryview) -> int:
     """The address of the first byte of a view that may be written."""
     return ctypes.addressof(ctypes.c_char.from_buffer(view))

@@ -68,6 +68,7 @@ class ResidencyMachine(RuleBasedStateMachine):
     def start(self, num_slots: int, ranking: list[int]) -> None:
         self.policy = Ranked()
         self.num_slots = num_slots
+        self.num_withdrawn = 0
         self.table = ResidencyTable(num_slots, self.policy)
         self.model: dict[ExpertKey, Known] = {}
         self.holders: list[Holder] = []
@@ -83,7 +84,7 @@ class ResidencyMachine(RuleBasedStateMachine):
         return [key for key, e in self.model.items() if not e.is_loading and e.holds == 0]
 
     def num_free(self) -> int:
-        return self.num_slots - len(self.model)
+        return self.num_slots - self.num_withdrawn - len(self.model)
 
     def loading(self) -> list[ExpertKey]:
         return [key for key, entry in self.model.items() if entry.is_loading]
@@ -125,6 +126,23 @@ class ResidencyMachine(RuleBasedStateMachine):
     @rule(ranking=rankings)
     def rank(self, ranking: list[int]) -> None:
         self.policy.ranking = np.array(ranking, dtype=np.float64).reshape(NUM_LAYERS, NUM_EXPERTS)
+
+    @rule(count=st.integers(1, 6))
+    def withdraw(self, count: int) -> None:
+        given = self.table.withdraw(count)
+        count = min(count, self.num_free() + len(self.evictable()))
+        assert len(given) == count
+        while self.num_free() < count:
+            transient = [key for key in self.evictable() if self.model[key].is_transient]
+            del self.model[min(transient or self.evictable(), key=self.score)]
+            self.evictions += 1
+        self.num_withdrawn += count
+        assert not {entry.slot_id for entry in self.model.values()} & {*given}
+
+    @rule(count=st.integers(1, 6))
+    def restore(self, count: int) -> None:
+        self.table.restore(count)
+        self.num_withdrawn = max(self.num_withdrawn - count, 0)
 
     @rule(key=st.sampled_from(KEYS), phase=phases)
     def begin_load(self, key: ExpertKey, phase: Phase) -> None:
@@ -174,7 +192,7 @@ class ResidencyMachine(RuleBasedStateMachine):
         if phase is Phase.DECODE:
             assert num_loads == min(len(absent), room), "as many as there is room for"
         else:
-            quota = max(1, self.num_slots // PREFILL_QUOTA_DIVISOR)
+            quota = max(1, self.table.num_slots // PREFILL_QUOTA_DIVISOR)
             streamed = self.num_free() + len([key for key in spare if self.model[key].is_transient])
             assert num_loads <= streamed + quota, "at most the quota from the decode set"
             assert num_loads >= min(len(absent), streamed), "what is free or transient is used"
@@ -215,7 +233,8 @@ class ResidencyMachine(RuleBasedStateMachine):
         num_absent = len(KEYS) - len(self.model)
         assert self.table.census(KEYS) == (len(resident), num_loading, num_absent)
         assert self.table.evictions == self.evictions
-        assert len(self.table) == len(self.model) <= self.num_slots
+        assert self.table.num_slots == self.num_slots - self.num_withdrawn
+        assert len(self.table) == len(self.model) <= self.table.num_slots
 
     @invariant()
     def every_expert_stays_in_the_slot_it_was_given_and_shares_it_with_none(self) -> None:
@@ -228,6 +247,7 @@ class ResidencyMachine(RuleBasedStateMachine):
         """Nothing is lost: when all let go and all loads end, every slot can be given away."""
         self.come_to_rest()
         self.table.check_invariants()
+        self.table.restore(self.num_slots)
         absent = [ExpertKey(NUM_LAYERS, expert_idx) for expert_idx in range(self.num_slots)]
         assert self.table.next_wave(absent, Phase.DECODE) == absent
 

@@ -7,7 +7,6 @@ import torch
 
 from moe_infinity.errors import ConfigError
 from moe_infinity.experts import ExpertLayout
-from moe_infinity.memory import slots
 from moe_infinity.memory.slots import HostSlots, num_host_slots
 from moe_infinity.sizes import format_bytes
 from moe_infinity.system.machine import machine_memory_bytes
@@ -18,9 +17,15 @@ OTHER = ExpertLayout.of({"up": ((2,), "float32")})
 
 
 def slots_for(
-    host_memory: int | str | None, *, slot_bytes: int = MIB, num_experts: int = 100
+    host_memory: int | str | None,
+    *,
+    slot_bytes: int = MIB,
+    num_experts: int = 100,
+    free_bytes: int = 1 << 40,
 ) -> int:
-    return num_host_slots(host_memory, slot_bytes=slot_bytes, num_experts=num_experts)
+    return num_host_slots(
+        host_memory, slot_bytes=slot_bytes, num_experts=num_experts, free_bytes=free_bytes
+    )
 
 
 @pytest.mark.parametrize(
@@ -54,22 +59,16 @@ def test_a_share_of_experts_that_exceeds_the_machine_is_refused():
         slots_for("100%", slot_bytes=1 << 40)
 
 
-@pytest.mark.parametrize(("free", "num"), [(20, 14), (117, 81), (118, 100), (1000, 100)])
-def test_without_a_budget_all_experts_are_in_memory_if_enough_is_left(monkeypatch, free, num):
+@pytest.mark.parametrize(("free", "num"), [(20, 20), (99, 99), (100, 100), (1000, 100)])
+def test_without_a_budget_experts_take_what_is_left_for_them(free, num):
     """Of 100 experts, 1 MiB each."""
-    monkeypatch.setattr(slots, "available_memory_bytes", lambda: free * MIB)
-    assert slots_for(None) == num
+    assert slots_for(None, free_bytes=free * MIB) == num
 
 
-def test_without_a_budget_no_more_than_all_experts_are_taken(monkeypatch):
-    monkeypatch.setattr(slots, "available_memory_bytes", lambda: 1 << 40)
-    assert slots_for(None) == 100
-
-
-def test_without_a_budget_and_without_free_memory_is_a_clear_error(monkeypatch):
-    monkeypatch.setattr(slots, "available_memory_bytes", lambda: 0)
-    with pytest.raises(ConfigError, match="host_memory"):
-        slots_for(None)
+@pytest.mark.parametrize("free_bytes", [0, -MIB])
+def test_without_a_budget_and_without_free_memory_is_a_clear_error(free_bytes):
+    with pytest.raises(ConfigError, match="hint: raise memory"):
+        slots_for(None, free_bytes=free_bytes)
 
 
 def test_what_is_written_as_bytes_is_read_as_parameters():
@@ -117,13 +116,16 @@ def test_bytes_are_shown_in_binary_units(num_bytes, text):
     assert format_bytes(num_bytes) == text
 
 
-def test_experts_in_their_files_take_the_bytes_that_they_have_there(monkeypatch):
+def test_experts_in_their_files_take_the_bytes_that_they_have_there():
     """Not those of the widest layer, by which slots are made."""
-    monkeypatch.setattr(slots, "available_memory_bytes", lambda: 100 * MIB)
 
     def num(host_memory: str | None) -> int:
         return num_host_slots(
-            host_memory, slot_bytes=2 * MIB, num_experts=100, mapped_bytes=84 * MIB
+            host_memory,
+            slot_bytes=2 * MIB,
+            num_experts=100,
+            free_bytes=100 * MIB,
+            mapped_bytes=84 * MIB,
         )
 
     assert (num(None), num("84MiB"), num("100%")) == (100, 100, 100)

@@ -42,9 +42,9 @@ def stuck(server: Serving, monkeypatch: pytest.MonkeyPatch) -> Iterator[threadin
     going = threading.Event()
     prefill = server.engine._passes.prefill
 
-    def slow(sequence: Any) -> Any:
+    def slow(*args: Any, **kwargs: Any) -> Any:
         assert going.wait(30)
-        return prefill(sequence)
+        return prefill(*args, **kwargs)
 
     monkeypatch.setattr(server.engine._passes, "prefill", slow)
     monkeypatch.setattr(exchange, "LIFE_PERIOD_S", PERIOD_S)

@@ -206,7 +206,7 @@ def test_errors_are_text(server, path, body, status, says):
 
 
 def test_an_error_in_a_stream_is_a_line(server, monkeypatch):
-    def fail(*args: Any) -> None:
+    def fail(*args: Any, **kwargs: Any) -> None:
         raise RuntimeError("broken")
 
     monkeypatch.setattr(server.engine._passes, "prefill", fail)

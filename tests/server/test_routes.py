@@ -212,7 +212,7 @@ def test_what_a_template_says_is_not_logged(server, caplog, monkeypatch):
 
 
 def test_a_stream_that_fails_is_logged_and_counted(server, caplog, monkeypatch):
-    def fail(*args: Any) -> None:
+    def fail(*args: Any, **kwargs: Any) -> None:
         raise RuntimeError("a disk full of " + SECRET)
 
     monkeypatch.setattr(server.engine._passes, "prefill", fail)

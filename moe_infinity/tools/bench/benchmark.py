@@ -18,7 +18,6 @@ from moe_infinity.checkpoint.kind import find_kind, load_tokenizer
 from moe_infinity.errors import CheckpointError, ConfigError, UnsupportedModelError
 from moe_infinity.inspection import Summary, inspect_checkpoint
 from moe_infinity.memory.cuda import device_memory_bytes
-from moe_infinity.memory.slots import automatic_budget
 from moe_infinity.model import MoE
 from moe_infinity.sizes import format_bytes, parse_size
 from moe_infinity.system.machine import (
@@ -194,8 +193,7 @@ def _num_bytes(summary: Summary, budget: str | None, free: int) -> int:
     """Return the bytes of a model with that budget; None is its own choice."""
     if budget is None:
         beside_dense = max(free - summary.dense_bytes, 0)
-        own = automatic_budget(beside_dense, expert_bytes=summary.expert_bytes)
-        return summary.dense_bytes + min(own, summary.expert_bytes)
+        return summary.dense_bytes + min(beside_dense, summary.expert_bytes)
     asked = parse_size(budget, whole_bytes=summary.expert_bytes)
     return summary.dense_bytes + min(asked, summary.expert_bytes)
 

@@ -1,5 +1,5 @@
 """Which tier holds how much of a model: the budgets that the engine would choose by itself, unless
-one is given or the KV cache would not fit beside it.
+one is given.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from moe_infinity.errors import UnsupportedModelError
 from moe_infinity.local import find_local
 from moe_infinity.memory.device import AUTOMATIC_SHARE as GPU_SHARE
 from moe_infinity.memory.device import LEAST_ROOM_SHARE
-from moe_infinity.memory.slots import automatic_budget
+from moe_infinity.memory.needs import KvBytes
+from moe_infinity.memory.room import margin_of
 from moe_infinity.sizes import format_bytes, parse_size
 from moe_infinity.system.files import expanded
 from moe_infinity.tools.planning.machine import PlanMachine
@@ -50,7 +51,6 @@ class Fit:
     """The tiers, the one that computes first; the disk, which has all, comes last."""
 
     tiers: tuple[TierBytes, ...]
-    host_memory: int | None  # to be given as --host-memory; None: the default
     refusal: str | None  # why the model does not run; None: it runs
     all_in_memory: bool  # no step reads from the disk once all is loaded
 
@@ -69,7 +69,6 @@ class Fit:
             "fits": self.refusal is None,
             "refusal": self.refusal,
             "all_in_memory": self.all_in_memory,
-            "host_memory": self.host_memory,
             "tiers": tiers,
         }
 
@@ -84,16 +83,11 @@ def fit(
     gpu = _gpu_tier(sizes, machine, kv) if machine.gpu else None
     on_host = gpu is None  # dense weights and the KV cache
     dense = sizes.dense_bytes if on_host else 0
-    free = max(machine.ram - machine.runtime - dense, 0)
-    beside_kv = max(free - (kv if on_host else 0), 0)
-    given = host_memory is not None
-    everything = sizes.slot_bytes * sizes.total_experts
-    budget = automatic_budget(int(free), expert_bytes=everything)
+    beside = machine.ram - margin_of(int(machine.ram)) - machine.runtime - dense
+    beside -= kv + sizes.pass_bytes if on_host else 0
+    budget = max(int(beside), 0)
     if host_memory is not None:
         budget = parse_size(host_memory, whole_bytes=sizes.expert_bytes)
-    elif budget > beside_kv:
-        budget = int(beside_kv)
-        given = True
     num_slots = min(budget // sizes.slot_bytes, sizes.total_experts)
     host = TierBytes(
         name="host",
@@ -114,7 +108,6 @@ def fit(
     )
     return Fit(
         tiers=(*tiers, disk),
-        host_memory=budget if given else None,
         refusal=_refusal(tiers, machine, budget),
         all_in_memory=num_slots == sizes.total_experts,
     )
@@ -160,21 +153,6 @@ def _refusal(tiers: tuple[TierBytes, ...], machine: PlanMachine, budget: int) ->
 
 EMBEDDING = re.compile(r"(embed_tokens|embed_in|token_embd|tok_embeddings|word_embeddings|wte)\.")
 HEAD = re.compile(r"(^|\.)(lm_head|embed_out|output)\.")
-KV_ITEM_BYTES = 2  # bfloat16 or float16; float32 models are small
-NO_KEYS = ("linear_attention", "mamba", "conv")  # layers whose state does not grow
-
-
-@dataclass(frozen=True, slots=True)
-class KvBytes:
-    """The bytes of the KV cache of one sequence."""
-
-    per_token: int  # of layers that keep all tokens
-    per_window_token: int  # of layers that keep the last `window` tokens
-    window: int
-
-    def of(self, num_tokens: int) -> int:
-        in_window = min(num_tokens, self.window)
-        return self.per_token * num_tokens + self.per_window_token * in_window
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,6 +174,7 @@ class ModelSizes:
     dense_params: int  # that multiply every token; without embeddings and head
     head_params: int
     kv: KvBytes
+    pass_bytes: int  # of memory for the activations of a pass
 
     @property
     def total_experts(self) -> int:
@@ -248,6 +227,7 @@ def _sizes(model: str, plan: Plan, folder: Path | None) -> ModelSizes:
     head = {name: w for name, w in plan.dense.items() if HEAD.search(name)}
     unread = stored_bytes(embedding.values()) if head else 0
     others = [w for name, w in plan.dense.items() if name not in embedding and name not in head]
+    step = plan.step_bytes
     return ModelSizes(
         model=model,
         architecture=plan.architecture,
@@ -265,24 +245,6 @@ def _sizes(model: str, plan: Plan, folder: Path | None) -> ModelSizes:
         step_dense_bytes=plan.dense_bytes - unread,
         dense_params=sum(prod(weight.shape) for weight in others if len(weight.shape) > 1),
         head_params=sum(prod(weight.shape) for weight in (head or embedding).values()),
-        kv=kv_bytes_of(plan.config),
+        kv=step.kv,
+        pass_bytes=step.usual(),
     )
-
-
-def kv_bytes_of(config: Any) -> KvBytes:
-    """Return the bytes of the KV cache by the names that transformers' configs use."""
-    config = config.get_text_config()
-    layers = config.num_hidden_layers
-    latent = getattr(config, "kv_lora_rank", None)
-    if latent is not None:  # the cache has latents, which all heads share
-        width = latent + config.qk_rope_head_dim
-    else:
-        heads = config.num_attention_heads
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-        width = 2 * (getattr(config, "num_key_value_heads", None) or heads) * head_dim
-    types = getattr(config, "layer_types", None) or ["full_attention"] * layers
-    window = getattr(config, "sliding_window", None) or 0
-    sliding = sum("sliding" in kind for kind in types) if window else 0
-    growing = sum(kind not in NO_KEYS for kind in types) - sliding
-    item = KV_ITEM_BYTES
-    return KvBytes(growing * width * item, sliding * width * item, window)

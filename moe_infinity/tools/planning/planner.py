@@ -76,8 +76,6 @@ class RunPlan:
         run = f'moe-infinity run {model} -p "Write a haiku about rain." --report'
         if self.planned.host_memory is not None:
             run += f" --host-memory {quote(self.planned.host_memory)}"
-        elif (budget := self.outlook.fit.host_memory) is not None:
-            run += f" --host-memory {budget >> 20}MiB"
         download = (f"moe-infinity pull {model}",) if self.sizes.folder is None else ()
         return *download, run
 

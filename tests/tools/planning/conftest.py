@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from moe_infinity.tools.planning.fit import KvBytes, ModelSizes
+from moe_infinity.memory.needs import KvBytes
+from moe_infinity.tools.planning.fit import ModelSizes
 from moe_infinity.tools.planning.machine import PlanMachine
 from tests.gguf_files import build
 from tools.convert_to_gguf import convert
@@ -30,6 +31,7 @@ SIZES = ModelSizes(
     dense_params=400 * MB,
     head_params=50 * MB,
     kv=KvBytes(per_token=1000, per_window_token=500, window=128),
+    pass_bytes=10**7,
 )
 MACHINE = PlanMachine(
     cores=2,

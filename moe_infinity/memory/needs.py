@@ -1,0 +1,125 @@
+"""The memory that a forward pass needs beside the weights: keys and values, and activations. The
+sizes are read from transformers' config, by the names that it has for them.
+
+T tokens in a pass, S tokens that they look at, D model width, K experts per token, F expert width,
+A width of the queries of all heads, W of a token's keys and values in one layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+NO_KEYS = ("linear_attention", "mamba", "conv")  # layers whose state does not grow
+ITEM_BYTES = 2  # bfloat16 or float16; float32 models are small
+FLOAT32_BYTES = 4
+# Of what the formula says: it leaves out what is freed late, and pieces of heaps between what is in
+# use. Measured with the widths of Qwen3-30B-A3B: 227 KiB a token, where it says 202.
+SAFETY = 1.25
+# Memory is left for a pass of so many tokens and one sequence of that length from the start. A step
+# that needs more gets it from slots.
+USUAL_TOKENS = 512
+USUAL_CONTEXT = 4096
+
+
+class Widths(NamedTuple):
+    """Numbers of one layer of a token."""
+
+    model: int
+    queries: int
+    heads: int
+    keys: int  # and values
+
+
+@dataclass(frozen=True, slots=True)
+class KvBytes:
+    """The bytes of the KV cache of one sequence."""
+
+    per_token: int  # of layers that keep all tokens
+    per_window_token: int  # of layers that keep the last `window` tokens
+    window: int
+
+    @property
+    def of_window(self) -> int:
+        """The most bytes of the layers that keep only a window."""
+        return self.per_window_token * self.window
+
+    def of(self, num_tokens: int) -> int:
+        in_window = min(num_tokens, self.window)
+        return self.per_token * num_tokens + self.per_window_token * in_window
+
+
+def kv_bytes_of(config: Any, item_bytes: int = ITEM_BYTES) -> KvBytes:
+    """Return the bytes of the KV cache of numbers of so many bytes."""
+    config = config.get_text_config(decoder=True)
+    layers = config.num_hidden_layers
+    width = _widths(config).keys
+    types = getattr(config, "layer_types", None) or ["full_attention"] * layers
+    window = getattr(config, "sliding_window", None) or 0
+    sliding = sum("sliding" in kind for kind in types) if window else 0
+    growing = sum(kind not in NO_KEYS for kind in types) - sliding
+    return KvBytes(growing * width * item_bytes, sliding * width * item_bytes, window)
+
+
+def _widths(config: Any) -> Widths:
+    heads = _most(config.num_attention_heads)
+    head_dim = _most(getattr(config, "head_dim", None)) or config.hidden_size // heads
+    latent = getattr(config, "kv_lora_rank", None)
+    if latent is not None:  # the cache has latents, which all heads share
+        head_dim = config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim
+        width = latent + config.qk_rope_head_dim
+        return Widths(config.hidden_size, heads * head_dim, heads, width)
+    kv_heads = _most(getattr(config, "num_key_value_heads", None)) or heads
+    return Widths(config.hidden_size, heads * head_dim, heads, 2 * kv_heads * head_dim)
+
+
+def _most(value: Sequence[int] | int | None) -> int:
+    """Some configs have a number for each layer."""
+    return max(map(_most, value), default=0) if isinstance(value, Sequence) else value or 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepBytes:
+    """An estimate of the bytes that a pass allocates for a while."""
+
+    kv: KvBytes
+    per_token: int
+    per_pair: int  # of a token and one that it looks at
+    is_causal: bool  # a pass that nothing came before needs nothing by pair
+    logits: int
+
+    @classmethod
+    def of(cls, config: Any, *, top_k: int, expert_params: int, item_bytes: int) -> StepBytes:
+        """The outputs of a token's experts are kept apart, in float32. Attention makes a mask or,
+        where it is not fused, all scores.
+        """
+        text = config.get_text_config(decoder=True)
+        widths = _widths(text)
+        both = FLOAT32_BYTES + item_bytes  # our kernels take a copy in float32
+        width = expert_params // (2 * widths.model)  # with a gate it is 3 F / 2
+        experts = FLOAT32_BYTES * top_k * (widths.model + 2 * width)
+        rest = both * (3 * widths.model + 2 * widths.queries + widths.keys)
+        is_fused = config._attn_implementation not in (None, "eager")
+        return cls(
+            kv=kv_bytes_of(config, item_bytes),
+            per_token=int(SAFETY * (experts + rest)),
+            per_pair=both if is_fused else 2 * both * widths.heads,
+            is_causal=is_fused and not getattr(text, "sliding_window", None),
+            logits=FLOAT32_BYTES * text.vocab_size,
+        )
+
+    def of_pass(self, num_tokens: int, context: int) -> int:
+        """The bytes of so many tokens that look at `context` tokens, of which they are the last;
+        without their keys and values.
+        """
+        pairs = 0 if self.is_causal and num_tokens == context else num_tokens * context
+        return self.logits + num_tokens * self.per_token + pairs * self.per_pair
+
+    def usual(self) -> int:
+        """The bytes of a usual pass."""
+        return self.of_pass(USUAL_TOKENS, USUAL_CONTEXT)
+
+    def from_the_start(self) -> int:
+        """The bytes that are kept free of experts from the start."""
+        return self.usual() + self.kv.of(USUAL_CONTEXT)

@@ -1,0 +1,157 @@
+"""One number for the memory of this process, and who gives way when a step needs more of it.
+
+    the number = Python, dense weights, KV caches, prefixes, what a step needs + slots of experts
+
+All but the slots comes and goes with requests, so slots give way: before a step that needs their
+memory some are given back to the system, and later steps take them again.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from bisect import bisect
+
+from moe_infinity.errors import ConfigError
+from moe_infinity.experts import Phase, Step
+from moe_infinity.memory.needs import StepBytes
+from moe_infinity.memory.slots import MappedSlots
+from moe_infinity.memory.tiers import SlotTier
+from moe_infinity.sizes import format_bytes
+from moe_infinity.system.machine import available_memory_bytes, machine_memory_bytes, own_bytes
+
+logger = logging.getLogger(__name__)
+
+# What is left alone of the memory of the machine, or of the limit of our control group: for the
+# kernel's page tables, and for what other programs take between two looks at it.
+MARGIN_SHARE = 1 / 32
+LEAST_MARGIN_BYTES = 128 << 20
+LEAST_SLOTS_DIVISOR = 8  # so many of all slots stay, as many as a prompt may take from decoding
+SPARE_SHARE = 1 / 32  # stays free when slots are taken again, so that they do not go to and fro
+DECODE_STEPS = 16  # from one look at the memory to the next, which takes a fifth of a millisecond
+LEAST_TOKENS = 32  # of a pass over a prompt
+
+
+def margin_of(machine_bytes: int) -> int:
+    """The bytes that are left alone of so many."""
+    return max(int(machine_bytes * MARGIN_SHARE), LEAST_MARGIN_BYTES)
+
+
+class ProcessMemory:
+    """The bytes that this process may take."""
+
+    def __init__(self, num_bytes: int | None) -> None:
+        """None: those that it has and those that are free. Raises ConfigError for more than the
+        machine has, and NotTold.
+        """
+        machine_bytes = machine_memory_bytes()
+        self._margin = margin_of(machine_bytes)
+        if num_bytes is not None and num_bytes > machine_bytes:
+            raise ConfigError(
+                f"memory of {format_bytes(num_bytes)} is more than this machine has "
+                f"({format_bytes(machine_bytes)})"
+            )
+        if num_bytes is None:
+            num_bytes = own_bytes() + available_memory_bytes() - self._margin
+        self.num_bytes = num_bytes
+
+    def left(self) -> int:
+        """The bytes that it may still take; below 0 if it or another program took too many."""
+        return min(self.num_bytes - own_bytes(), available_memory_bytes() - self._margin)
+
+
+class Room:
+    """Gives slots back for the steps that need their memory, and takes them again."""
+
+    def __init__(
+        self, memory: ProcessMemory, needs: StepBytes, tier: SlotTier, *, num_experts: int
+    ) -> None:
+        """`tier` is the one that is filled from disk, with `num_experts` experts."""
+        self.memory = memory
+        self.needs = needs
+        self._tier = tier
+        self._num_experts = num_experts
+        self._num_unseen = 0  # decode steps since the last look
+
+    def left(self) -> int:
+        """The bytes that are neither taken nor promised to slots."""
+        return self.memory.left() - self._tier.bytes_to_come
+
+    def movable(self) -> int:
+        """The bytes that slots could leave. Experts in the page cache leave by themselves."""
+        return self._num_movable * self._tier.slots.slot_bytes
+
+    def make(self, step: Step) -> None:
+        """Before a pass: give back the slots whose memory it needs, or take some of them again."""
+        num_tokens = step.num_tokens
+        if step.phase is Phase.DECODE:
+            self._num_unseen = (self._num_unseen + 1) % DECODE_STEPS
+            if self._num_unseen:
+                return
+            num_tokens *= DECODE_STEPS
+        context = max(step.context, num_tokens)
+        needs = self.needs.of_pass(num_tokens, context) + self.needs.kv.of(num_tokens)
+        spare = self.keep_free(needs)
+        if self._tier.table.num_withdrawn and step.phase is Phase.DECODE:
+            kept_free = int(self.memory.num_bytes * SPARE_SHARE)
+            self._tier.table.restore(max(spare - kept_free, 0) // self._tier.slots.slot_bytes)
+
+    def keep_free(self, num_bytes: int) -> int:
+        """Give back slots until so many bytes are free, and return how many more there were."""
+        spare = self.left() - num_bytes
+        num_slots = min(math.ceil(-spare / self._tier.slots.slot_bytes), self._num_movable)
+        if num_slots > 0 and self._tier.slots.can_give_back:
+            slot_ids = self._tier.table.withdraw(num_slots)
+            self._tier.slots.give_back(slot_ids)
+            given = format_bytes(len(slot_ids) * self._tier.slots.slot_bytes)
+            logger.info("%s of experts make room for keys, values and activations", given)
+        return spare
+
+    @property
+    def _num_movable(self) -> int:
+        slots = self._tier.slots
+        if not (slots.can_give_back or isinstance(slots, MappedSlots)):
+            return 0
+        least = max(slots.num_slots // LEAST_SLOTS_DIVISOR, 1)
+        return max(self._tier.table.num_slots - least, 0)
+
+    def has_room(self, num_tokens: int, at_once: int = LEAST_TOKENS) -> bool:
+        """True if so many tokens more may be kept, computed so many at once."""
+        need = self.needs.of_pass(at_once, num_tokens) + self.needs.kv.of(num_tokens)
+        return need <= self.left() + self.movable()
+
+    def most_tokens(self, most: int, *, is_whole: bool) -> int:
+        """How long a sequence may become, at most `most` tokens; with `is_whole` all of them are
+        computed at once.
+        """
+
+        def is_too_long(length: int) -> bool:
+            return not self.has_room(length, length if is_whole else LEAST_TOKENS)
+
+        return bisect(range(1, most + 1), False, key=is_too_long)
+
+    @property
+    def has_all(self) -> bool:
+        """True if each expert has a slot."""
+        return self._tier.table.num_slots == self._num_experts
+
+    def tokens_at_once(self, num_new: int, context: int, most: int) -> int:
+        """How many of the last `num_new` of `context` tokens to compute in one pass, at most `most`
+        or few. Each pass over a long prompt reads the absent experts, so there are as few as memory
+        allows, unless that makes too many experts absent. 0 if not even a short pass fits.
+        """
+        num_absent = self._num_experts - self._tier.table.num_slots
+        left = self.left() - self.needs.kv.of(num_new)
+        best = 0
+        least_read = math.inf
+        for num_passes in range(1, math.ceil(num_new / LEAST_TOKENS) + 1):
+            num_tokens = math.ceil(num_new / num_passes)
+            if num_tokens > max(most, LEAST_TOKENS):
+                continue
+            short = self.needs.of_pass(num_tokens, context) - left
+            num_given = max(math.ceil(short / self._tier.slots.slot_bytes), 0)
+            num_read = num_passes * (num_absent + num_given) + num_given
+            if num_given <= self._num_movable and num_read < least_read:
+                best = num_tokens
+                least_read = num_read
+        return best

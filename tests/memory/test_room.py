@@ -1,0 +1,185 @@
+"""Slots give way to what a step needs, down to an eighth of them, and come back."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from moe_infinity.cache.policies import make_policy
+from moe_infinity.cache.residency import ResidencyTable
+from moe_infinity.errors import ConfigError
+from moe_infinity.experts import ExpertKey, Phase, Step, Tier
+from moe_infinity.memory import room as room_module
+from moe_infinity.memory.needs import KvBytes, StepBytes, kv_bytes_of
+from moe_infinity.memory.room import DECODE_STEPS, ProcessMemory, Room, margin_of
+from moe_infinity.memory.slots import HostSlots
+from moe_infinity.memory.tiers import SlotTier
+from moe_infinity.system import linux
+from moe_infinity.system.machine import machine_memory_bytes, own_bytes
+
+MIB = 1 << 20
+NUM_SLOTS, NUM_EXPERTS = 16, 32
+NEEDS = StepBytes(
+    kv=KvBytes(per_token=MIB, per_window_token=0, window=0),
+    per_token=2 * MIB,
+    per_pair=0,
+    is_causal=True,
+    logits=0,
+)
+on_linux = pytest.mark.skipif(not linux.is_linux(), reason="only Linux takes single slots")
+
+
+class Free:
+    """Memory of which so much is free while all slots are filled."""
+
+    num_bytes = 1000 * MIB
+
+    def __init__(self, table: ResidencyTable, free: int) -> None:
+        self.free = free
+        self.table = table
+
+    def left(self) -> int:
+        return self.free + self.table.num_withdrawn * MIB
+
+
+def make_room(free: int, *, num_slots: int = NUM_SLOTS) -> tuple[Room, SlotTier]:
+    policy = make_policy("lru", num_layers=1, num_experts=NUM_EXPERTS, num_slots=num_slots)
+    table = ResidencyTable(num_slots, policy)
+    for expert in range(num_slots):
+        key = ExpertKey(0, expert)
+        table.begin_load(key, Phase.DECODE)
+        table.finish_load(key)
+    slots = HostSlots(num_slots, MIB)
+    mover: Any = SimpleNamespace()
+    tier = SlotTier(Tier.HOST, slots, policy, table, mover)
+    memory: Any = Free(table, free)
+    return Room(memory, NEEDS, tier, num_experts=NUM_EXPERTS), tier
+
+
+def step_of(phase: Phase, num_tokens: int) -> Step:
+    return Step(phase, 1, num_tokens, begins_B=np.ones(1, dtype=bool), context=num_tokens)
+
+
+@on_linux
+@pytest.mark.parametrize(("free", "num_left"), [(30, 16), (29, 15), (25, 11), (16, 2), (0, 2)])
+def test_a_pass_gets_the_memory_of_as_many_slots_as_it_lacks(free, num_left):
+    room, tier = make_room(free * MIB)
+    room.make(step_of(Phase.PREFILL, 10))  # 30 MiB
+    assert tier.table.num_slots == num_left
+    tier.table.check_invariants()
+    assert tier.occupancy().capacity == num_left
+
+
+@on_linux
+def test_decode_steps_take_slots_again_but_for_what_stays_free():
+    room, tier = make_room(25 * MIB)
+    room.make(step_of(Phase.PREFILL, 10))
+    assert tier.table.num_slots == 11
+    free: Any = room.memory
+    free.free = 76 * MIB  # and 5 of slots; the step needs 48, and 31 stay free
+    for _ in range(DECODE_STEPS):
+        room.make(step_of(Phase.DECODE, 1))
+    assert tier.table.num_slots == 12
+    free.free = 1000 * MIB
+    for _ in range(DECODE_STEPS):
+        room.make(step_of(Phase.DECODE, 1))
+    assert tier.table.num_slots == NUM_SLOTS
+
+
+@on_linux
+def test_the_memory_of_a_slot_that_is_given_back_is_free_and_zero():
+    slots = HostSlots(4, 64 * MIB)
+    for slot_id in range(4):
+        np.asarray(slots.bytes_of(slot_id))[:] = slot_id + 1
+    before = own_bytes()
+    slots.give_back([1, 3])
+    assert before - own_bytes() > 120 * MIB
+    firsts = [np.asarray(slots.bytes_of(slot_id))[[0, -1]].tolist() for slot_id in range(4)]
+    assert firsts == [[1, 1], [0, 0], [3, 3], [0, 0]]
+
+
+def test_a_prompt_is_read_in_as_few_passes_as_memory_allows():
+    room, _ = make_room(3200 * MIB)
+    assert room.tokens_at_once(1000, 1000, 1000) == 1000
+    room, _ = make_room((1000 + 2 * 500) * MIB)
+    assert room.tokens_at_once(1000, 1000, 1000) == 500
+    assert room.tokens_at_once(1000, 1000, 400) == 334, "three equal passes"
+
+
+@on_linux
+def test_slots_give_way_to_fewer_passes_only_where_that_reads_less():
+    """A pass reads the 16 experts that are absent; each slot less is one more."""
+    room, _ = make_room((100 + 195) * MIB)
+    assert room.tokens_at_once(100, 100, 100) == 100, "5 slots less: 21 and 5 later, not 2 * 16"
+    room, _ = make_room((100 + 188) * MIB)
+    assert room.tokens_at_once(100, 100, 100) == 50, "12 slots less: 28 and 12 later, not 2 * 16"
+
+
+def test_not_even_a_short_pass_fits():
+    room, _ = make_room(-20 * MIB)
+    assert room.tokens_at_once(100, 100, 100) == 0
+    assert not room.has_room(1)
+
+
+def test_the_longest_sequence_is_the_longest_that_has_room():
+    room, _ = make_room(500 * MIB)
+    longest = room.most_tokens(10**6, is_whole=False)
+    assert room.has_room(longest)
+    assert not room.has_room(longest + 1)
+    assert room.most_tokens(7, is_whole=False) == 7
+    whole = room.most_tokens(10**6, is_whole=True)
+    assert whole < longest
+    assert room.has_room(whole, whole)
+
+
+def test_a_number_above_the_machine_is_refused():
+    with pytest.raises(ConfigError, match="memory of .* is more than this machine has"):
+        ProcessMemory(machine_memory_bytes() + 1)
+
+
+def test_without_a_number_it_is_what_is_there_and_free_but_for_a_margin(monkeypatch):
+    monkeypatch.setattr(room_module, "available_memory_bytes", lambda: 500 * MIB)
+    monkeypatch.setattr(room_module, "own_bytes", lambda: 100 * MIB)
+    margin = margin_of(machine_memory_bytes())
+    memory = ProcessMemory(None)
+    assert memory.num_bytes == 600 * MIB - margin
+    assert memory.left() == 500 * MIB - margin
+    monkeypatch.setattr(room_module, "available_memory_bytes", lambda: 50 * MIB)
+    assert memory.left() == 50 * MIB - margin, "another program took it"
+    monkeypatch.setattr(room_module, "available_memory_bytes", lambda: 5000 * MIB)
+    assert ProcessMemory(150 * MIB).left() == 50 * MIB
+
+
+def test_a_margin_is_a_share_but_not_too_little():
+    assert margin_of(64 << 30) == 2 << 30
+    assert margin_of(1 << 30) == 128 * MIB
+
+
+def test_pairs_count_only_where_attention_makes_something_of_them():
+    needs = replace(NEEDS, per_pair=10)
+    assert needs.of_pass(100, 100) == 100 * 2 * MIB
+    assert needs.of_pass(100, 300) == 100 * 2 * MIB + 10 * 100 * 300
+    assert replace(needs, is_causal=False).of_pass(100, 100) == 100 * 2 * MIB + 10 * 100 * 100
+
+
+class Config(SimpleNamespace):
+    def get_text_config(self, decoder: bool = False) -> Config:
+        return self
+
+
+def test_windows_keep_no_more_than_their_tokens_and_latents_are_shared():
+    base: dict[str, Any] = {"hidden_size": 64, "num_attention_heads": 8, "num_hidden_layers": 4}
+    kv = kv_bytes_of(Config(**base, num_key_value_heads=2))
+    assert kv.per_token == 4 * 2 * 2 * 8 * 2
+    kinds = ["sliding_attention"] * 3 + ["full_attention"]
+    kv = kv_bytes_of(
+        Config(**base, num_key_value_heads=2, layer_types=kinds, sliding_window=10), item_bytes=4
+    )
+    assert (kv.per_token, kv.per_window_token, kv.of_window) == (128, 384, 3840)
+    latents: dict[str, Any] = {"kv_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8}
+    kv = kv_bytes_of(Config(**base, **latents, v_head_dim=8))
+    assert kv.per_token == 4 * 20 * 2

@@ -1,0 +1,196 @@
+"""In a pass over a long prompt others go on between layers, and it takes what memory is there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from moe_infinity import MoE
+from moe_infinity.errors import Cancelled
+from moe_infinity.memory import room as room_module
+from moe_infinity.server.sequences import QueueFull
+from tests.server.driving import Client, assert_same_answer, generated, make_engine, run_all
+
+pytestmark = pytest.mark.arithmetic
+
+LONG = [(7 * i + i // 5) % 97 + 3 for i in range(90)]
+SHORT = [40, 41, 42, 43, 44]
+OTHER = [12, 13, 90]
+
+
+@pytest.fixture
+def alone(moe) -> dict[str, Client]:
+    engine = make_engine(moe, max_batch=1)
+    clients = {"long": Client(engine, LONG), "short": Client(engine, SHORT)}
+    clients["other"] = Client(engine, OTHER)
+    run_all(engine, *clients.values())
+    return clients
+
+
+def test_sequences_that_decode_go_on_between_the_layers_of_a_prompt(moe, alone):
+    engine = make_engine(moe, max_batch=3, max_gap=0.0, prefix_cache="off")
+    short = Client(engine, SHORT)
+    engine.step()
+    long = Client(engine, LONG)
+    before = len(short.token_ids)
+    engine.step()
+    num_layers = len(moe.engine.path.computers)
+    assert len(short.token_ids) == before + num_layers, "one in each layer but the first, and one"
+    run_all(engine, short, long)
+    assert_same_answer(short, alone["short"])
+    assert_same_answer(long, alone["long"])
+
+
+def test_a_short_prompt_is_read_and_answered_in_the_pass_of_a_long_one(moe, alone):
+    engine = make_engine(moe, max_batch=3, max_gap=0.0, prefix_cache="off")
+    long = Client(engine, LONG)
+    short = Client(engine, SHORT)
+    engine.step()
+    assert short.token_ids, "it would have waited"
+    run_all(engine, short, long)
+    assert_same_answer(short, alone["short"])
+    assert_same_answer(long, alone["long"])
+
+
+def test_nobody_goes_on_before_the_gap_is_over(moe):
+    engine = make_engine(moe, max_batch=3, max_gap=1e6, prefix_cache="off")
+    short = Client(engine, SHORT)
+    engine.step()
+    Client(engine, LONG)
+    before = len(short.token_ids)
+    engine.step()
+    assert len(short.token_ids) == before + 1
+
+
+def test_a_prompt_that_is_cancelled_is_left_between_two_layers(moe, alone):
+    engine = make_engine(moe, max_batch=3, max_gap=0.0, prefix_cache="off")
+    short = Client(engine, SHORT)
+    engine.step()
+    long = Client(engine, LONG)
+    entered: list[int] = []
+    layer = moe.engine.run_layer
+
+    def watched(moe_layer_idx, routing, *args):
+        if routing.num_tokens == len(LONG):
+            entered.append(moe_layer_idx)
+            engine.cancel([long.running])
+        return layer(moe_layer_idx, routing, *args)
+
+    moe.engine.run_layer = watched
+    try:
+        engine.step()
+    finally:
+        del moe.engine.run_layer
+    assert entered == [0]
+    run_all(engine, short, long)
+    assert isinstance(long.error, Cancelled)
+    assert_same_answer(short, alone["short"])
+
+
+# Memory
+
+
+@pytest.fixture
+def few_slots(tiny_checkpoint) -> Iterator[MoE]:
+    with MoE(tiny_checkpoint, host_memory="75%", dtype="float32", preload="wait") as moe:
+        moe.preload()
+        yield moe
+
+
+def leave(moe: MoE, monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
+    """Say that so many bytes are free beside all slots, whatever steps take."""
+    room = moe.engine.room
+    table = moe.engine.tiers[-1].table
+    slot_bytes = moe.engine.tiers[-1].slots.slot_bytes
+    monkeypatch.setattr(
+        room.memory, "left", lambda: num_bytes + table.num_withdrawn * slot_bytes, raising=True
+    )
+
+
+def chunks_of(engine, client) -> list[int]:
+    sizes = []
+    while not client.token_ids and client.error is None:
+        before = client.running.num_prefilled
+        engine.step()
+        sizes.append(client.running.num_prefilled - before)
+    return sizes
+
+
+def test_where_experts_are_absent_a_prompt_is_one_pass(few_slots, alone):
+    engine = make_engine(few_slots, max_batch=2, prefix_cache="off")
+    long = Client(engine, LONG)
+    assert chunks_of(engine, long) == [len(LONG)]
+    run_all(engine, long)
+    assert_same_answer(long, alone["long"])
+
+
+def test_slots_give_way_to_a_prompt_and_come_back(few_slots, alone, monkeypatch):
+    table = few_slots.engine.tiers[-1].table
+    num_slots = table.num_slots
+    room = few_slots.engine.room
+    needed = room.needs.of_pass(len(LONG), len(LONG)) + room.needs.kv.of(len(LONG))
+    leave(few_slots, monkeypatch, needed - 2 * few_slots.engine.tiers[-1].slots.slot_bytes)
+    engine = make_engine(few_slots, max_batch=2, prefix_cache="off")
+    long = Client(engine, LONG)
+    assert chunks_of(engine, long) == [len(LONG)]
+    assert table.num_slots == num_slots - 2
+    few_slots.check_invariants()
+    leave(few_slots, monkeypatch, 1 << 40)
+    run_all(engine, long)
+    other = Client(engine, LONG, max_new_tokens=room_module.DECODE_STEPS + 2)
+    run_all(engine, other)
+    assert table.num_slots == num_slots
+    assert_same_answer(long, alone["long"])
+
+
+def test_a_prompt_for_which_slots_do_not_make_room_is_read_in_parts(few_slots, alone, monkeypatch):
+    room = few_slots.engine.room
+    kept = room.needs.kv.of(len(LONG))
+    leave(few_slots, monkeypatch, room.needs.of_pass(45, len(LONG)) + kept - room.movable())
+    engine = make_engine(few_slots, max_batch=2, prefix_cache="off")
+    long = Client(engine, LONG)
+    sizes = chunks_of(engine, long)
+    assert sum(sizes) == len(LONG)
+    assert max(sizes) <= 45
+    assert len(sizes) <= 3, "fewer tokens at once than there is room for"
+    run_all(engine, long)
+    assert_same_answer(long, alone["long"])
+
+
+def test_a_prompt_without_room_is_to_come_again_later(few_slots, monkeypatch):
+    leave(few_slots, monkeypatch, -few_slots.engine.room.movable())
+    engine = make_engine(few_slots, max_batch=2, prefix_cache="off")
+    long = Client(engine, LONG)
+    run_all(engine, long)
+    assert isinstance(long.error, QueueFull)
+
+
+def test_a_sequence_waits_for_a_seat_until_memory_has_room_for_it(few_slots, monkeypatch):
+    engine = make_engine(few_slots, max_batch=2, prefix_cache="off")
+    first, second = Client(engine, SHORT), Client(engine, OTHER)
+    engine.step()
+    assert engine.state()["waiting"] == 0
+    third = Client(engine, SHORT)
+    run_all(engine, first, second, third)
+    fourth = Client(engine, SHORT)
+    engine.step()
+    leave(few_slots, monkeypatch, -few_slots.engine.room.movable())
+    fifth = Client(engine, OTHER)
+    engine.step()
+    assert engine.state()["waiting"] == 1
+    leave(few_slots, monkeypatch, 1 << 40)
+    run_all(engine, fourth, fifth)
+    assert fifth.token_ids == generated(few_slots, OTHER)
+
+
+def test_an_answer_without_room_is_cut_and_says_so(few_slots, monkeypatch, caplog):
+    engine = make_engine(few_slots, max_batch=2, prefix_cache="off")
+    client = Client(engine, SHORT, max_new_tokens=60)
+    engine.step()
+    leave(few_slots, monkeypatch, -few_slots.engine.room.movable())
+    run_all(engine, client)
+    assert client.finish == "length"
+    assert len(client.token_ids) < 60
+    assert engine.counts.cut == 1
+    assert "memory has no room for its keys and values" in caplog.text
