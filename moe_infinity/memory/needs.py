@@ -7,7 +7,6 @@ A width of the queries of all heads, W of a token's keys and values in one layer
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -53,30 +52,34 @@ class KvBytes:
 def kv_bytes_of(config: Any, item_bytes: int = ITEM_BYTES) -> KvBytes:
     """Return the bytes of the KV cache of numbers of so many bytes."""
     config = config.get_text_config(decoder=True)
-    layers = config.num_hidden_layers
     width = _widths(config).keys
-    types = getattr(config, "layer_types", None) or ["full_attention"] * layers
-    window = getattr(config, "sliding_window", None) or 0
+    types = getattr(config, "layer_types", None) or ["full"] * _number(config, "num_hidden_layers")
+    window = _number(config, "sliding_window")
     sliding = sum("sliding" in kind for kind in types) if window else 0
     growing = sum(kind not in NO_KEYS for kind in types) - sliding
     return KvBytes(growing * width * item_bytes, sliding * width * item_bytes, window)
 
 
 def _widths(config: Any) -> Widths:
-    heads = _most(config.num_attention_heads)
-    head_dim = _most(getattr(config, "head_dim", None)) or config.hidden_size // heads
-    latent = getattr(config, "kv_lora_rank", None)
-    if latent is not None:  # the cache has latents, which all heads share
-        head_dim = config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim
-        width = latent + config.qk_rope_head_dim
-        return Widths(config.hidden_size, heads * head_dim, heads, width)
-    kv_heads = _most(getattr(config, "num_key_value_heads", None)) or heads
-    return Widths(config.hidden_size, heads * head_dim, heads, 2 * kv_heads * head_dim)
+    model = _number(config, "hidden_size")
+    heads = _number(config, "num_attention_heads") or 1
+    head_dim = _number(config, "head_dim") or model // heads
+    kv_heads = _number(config, "num_key_value_heads") or heads
+    latent = _number(config, "kv_lora_rank")
+    if latent:  # the cache has latents, which all heads share
+        rotated = _number(config, "qk_rope_head_dim")
+        head_dim = rotated + _number(config, "qk_nope_head_dim") + _number(config, "v_head_dim")
+        return Widths(model, heads * head_dim, heads, latent + rotated)
+    return Widths(model, heads * head_dim, heads, 2 * kv_heads * head_dim)
 
 
-def _most(value: Sequence[int] | int | None) -> int:
-    """Some configs have a number for each layer."""
-    return max(map(_most, value), default=0) if isinstance(value, Sequence) else value or 0
+def _number(config: Any, name: str) -> int:
+    """Return a number of the config, the largest if layers have their own; 0 if it has none."""
+    try:
+        value = getattr(config, name, None)
+    except RuntimeError:  # transformers names none where layers differ
+        value = [getattr(layer, name, None) for layer in config.per_layer_config]
+    return max(map(int, filter(None, value)), default=0) if isinstance(value, list) else value or 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,8 +108,8 @@ class StepBytes:
             kv=kv_bytes_of(config, item_bytes),
             per_token=int(SAFETY * (experts + rest)),
             per_pair=both if is_fused else 2 * both * widths.heads,
-            is_causal=is_fused and not getattr(text, "sliding_window", None),
-            logits=FLOAT32_BYTES * text.vocab_size,
+            is_causal=is_fused and not _number(text, "sliding_window"),
+            logits=FLOAT32_BYTES * _number(text, "vocab_size"),
         )
 
     def of_pass(self, num_tokens: int, context: int) -> int:
