@@ -119,10 +119,6 @@ class StepBytes:
         pairs = 0 if self.is_causal and num_tokens == context else num_tokens * context
         return self.logits + num_tokens * self.per_token + pairs * self.per_pair
 
-    def usual(self) -> int:
-        """The bytes of a usual pass."""
-        return self.of_pass(USUAL_TOKENS, USUAL_CONTEXT)
-
     def from_the_start(self) -> int:
         """The bytes that are kept free of experts from the start."""
-        return self.usual() + self.kv.of(USUAL_CONTEXT)
+        return self.of_pass(USUAL_TOKENS, USUAL_CONTEXT) + self.kv.of(USUAL_CONTEXT)

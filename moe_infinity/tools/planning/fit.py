@@ -16,7 +16,7 @@ from moe_infinity.errors import UnsupportedModelError
 from moe_infinity.local import find_local
 from moe_infinity.memory.device import AUTOMATIC_SHARE as GPU_SHARE
 from moe_infinity.memory.device import LEAST_ROOM_SHARE
-from moe_infinity.memory.needs import KvBytes
+from moe_infinity.memory.needs import USUAL_CONTEXT, USUAL_TOKENS, KvBytes
 from moe_infinity.memory.room import margin_of
 from moe_infinity.sizes import format_bytes, parse_size
 from moe_infinity.system.files import expanded
@@ -246,5 +246,5 @@ def _sizes(model: str, plan: Plan, folder: Path | None) -> ModelSizes:
         dense_params=sum(prod(weight.shape) for weight in others if len(weight.shape) > 1),
         head_params=sum(prod(weight.shape) for weight in (head or embedding).values()),
         kv=step.kv,
-        pass_bytes=step.usual(),
+        pass_bytes=step.of_pass(USUAL_TOKENS, USUAL_CONTEXT),
     )
