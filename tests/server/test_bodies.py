@@ -79,10 +79,10 @@ def test_a_packed_body_is_refused_as_what_it_is(server):
 def test_numbers_without_a_fraction_are_integers(server):
     """Lua and Dart write 2 as 2.0."""
     for path, asked in (
-        ("v1/chat/completions", {"messages": [SAID]} | {"max_tokens": 2.0}),
-        ("v1/completions", {"prompt": "w5"} | {"max_tokens": 2.0}),
-        ("v1/responses", {"input": "w5"} | {"max_output_tokens": 2.0}),
-        ("v1/messages", {"messages": [SAID]} | {"max_tokens": 2.0}),
+        ("v1/chat/completions", {"messages": [SAID], "max_tokens": 2.0}),
+        ("v1/completions", {"prompt": "w5", "max_tokens": 2.0}),
+        ("v1/responses", {"input": "w5", "max_output_tokens": 2.0}),
+        ("v1/messages", {"messages": [SAID], "max_tokens": 2.0}),
     ):
         numbers = {"top_k": 3.0, "temperature": 1.0}
         answer = httpx.post(f"{server.url}/{path}", json=asked | numbers, timeout=60)
