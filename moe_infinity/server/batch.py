@@ -7,7 +7,7 @@ the bits that generate() gives a single sequence.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from copy import copy
 from typing import Any
 
@@ -157,17 +157,6 @@ def row_of(cache: DynamicCache, row: int, length: int) -> DynamicCache:
     for layer in alone.layers:
         _keep_rows(layer, torch.tensor([row], dtype=torch.long, device="cpu"), length)
     return alone
-
-
-def with_tensors(layer: Any, convert: Callable[[Tensor], Tensor]) -> Any:
-    """A layer with each tensor of another converted."""
-    copied = _copied(layer)
-    for states in _recurrent_states(copied):
-        for idx, state in states.items():
-            states[idx] = None if state is None else convert(state)
-    for name in _growing(copied):
-        setattr(copied, name, convert(getattr(copied, name)))
-    return copied
 
 
 def _copied(layer: Any) -> Any:

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import GenerationMixin
 from transformers.cache_utils import DynamicCache, DynamicSlidingWindowLayer
 
-from moe_infinity.architectures.attention_inputs import cache_parameter, can_be_cut
+from moe_infinity.architectures.attention_inputs import cache_parameter
 from moe_infinity.errors import CheckpointError, ConfigError, UnsupportedModelError
 from moe_infinity.experts import Phase, Step
 from moe_infinity.memory.needs import USUAL_TOKENS
@@ -32,8 +32,10 @@ from moe_infinity.server.batch import (
     layers_that_cannot_join,
 )
 from moe_infinity.server.config import ServeConfig
+from moe_infinity.server.continuing import why_not, why_not_continued
+from moe_infinity.server.generation import Generation
 from moe_infinity.server.lengths import Lengths
-from moe_infinity.server.prefix_cache import PrefixCache, Snapshots, why_no_snapshots, why_not
+from moe_infinity.server.prefix_cache import PrefixCache
 from moe_infinity.server.sampling import ChosenToken, prompt_logprobs
 from moe_infinity.server.sequences import NoEmbeddings, QueueFull, Running
 from moe_infinity.sizes import parse_size
@@ -53,16 +55,17 @@ class Passes:
         self._num_seats = config.max_batch
         self._accepts = {*inspect.signature(moe.model.forward).parameters, "cache"}
         self._require_servable()
-        # Recurrent layers would begin anew with each chunk. With one seat a prompt is one pass, as
-        # in generate(), unless logits of all its tokens are wanted: they may not fit into memory.
+        # With one seat a prompt is one pass, as in generate(), unless logits of all its tokens are
+        # wanted: they may not fit into memory.
         self.lengths = Lengths(moe.model)
-        self._can_chunk = can_be_cut(moe.model.config)
+        reason = why_not_in_parts(moe)
+        self._can_chunk = reason is None
         self._chunk = config.prefill_chunk
         self._max_gap = config.max_gap
         self._token_layer_s = 0.0  # of a prompt's token in a layer, of the last pass
         self._room = moe.engine.room
         self._num_layers = len(moe.engine.path.computers)
-        self.prefixes = prefixes_of(moe, config)
+        self.prefixes = prefixes_of(moe, config, reason)
 
     def _require_servable(self) -> None:
         model = self._moe.model
@@ -107,7 +110,14 @@ class Passes:
         prompt_ids = sequence.ids
         cache = sequence.cache or self._begin(sequence)
         start = sequence.num_prefilled
-        chunk = prompt_ids[start : start + self._num_at_once(sequence, is_alone=is_alone)]
+        end = start + self._num_at_once(sequence, is_alone=is_alone)
+        is_end = end == len(prompt_ids)
+        can_stop = (
+            self._can_chunk and self._num_seats > 1 and self.lengths.is_usual(len(prompt_ids))
+        )
+        if sequence.branch is not None and can_stop:
+            end, is_end = self.prefixes.pass_end(sequence.branch, prompt_ids, start, end)
+        chunk = prompt_ids[start:end]
         inputs = {
             "input_ids": torch.tensor([chunk], dtype=torch.long, device="cpu"),
             "attention_mask": torch.ones((1, start + len(chunk)), dtype=torch.long, device="cpu"),
@@ -123,11 +133,9 @@ class Passes:
         sequence.num_prefilled += len(chunk)
         if sequence.branch is not None:
             sequence.branch.note(self._moe.last_routing())
-            is_last = sequence.is_prefilled
-            end = sequence.num_prefilled
-            self.prefixes.extend(sequence.branch, prompt_ids, cache, 0, end, is_end=is_last)
+            self.prefixes.extend(sequence.branch, prompt_ids, cache, 0, end, is_end=is_end)
             if self.prefixes.needs_windows:
-                cut_windows(cache, is_last=is_last)
+                cut_windows(cache, is_last=sequence.is_prefilled)
         return logits_V
 
     def _num_at_once(self, sequence: Running, *, is_alone: bool) -> int:
@@ -186,7 +194,7 @@ class Passes:
         nodes = self.prefixes.find(sequence.branch, known_ids)
         if nodes:
             self.prefixes.fill(cache, nodes, self._moe.model.device)
-            sequence.num_prefilled = sequence.branch.num_tokens
+            sequence.num_prefilled = sum(len(node.tokens) for node in nodes)
             if not sequence.has_answer:
                 sequence.num_cached = sequence.num_prefilled
             experts = [node.experts for node in nodes if node.experts is not None]
@@ -281,17 +289,24 @@ class Passes:
         )
 
 
-def prefixes_of(moe: MoE, config: ServeConfig) -> PrefixCache | Snapshots:
-    """Return the cache of prefixes, with 0 bytes if none are kept. Raises ConfigError for a text
-    that is not a size, and for a size where a model's prefixes cannot be kept.
+def why_not_in_parts(moe: MoE) -> str | None:
+    """Why a prompt has to be computed in one pass; None if several give the same logits."""
+    apart = layers_that_cannot_join(moe.model.config)
+    if apart:
+        return f"the caches of this model cannot be put together ({', '.join(apart)})"
+    return why_not_continued(moe) if has_recurrent_layers(moe.model.config) else None
+
+
+def prefixes_of(moe: MoE, config: ServeConfig, reason: str | None) -> PrefixCache:
+    """Return the cache of prefixes, with 0 bytes if none are kept. `reason`: why a prompt cannot be
+    computed in parts. Raises ConfigError for a text that is not a size, and for a size where a
+    model's prefixes cannot be kept.
     """
     wanted = config.prefix_cache
     gives_exact_bits = config.max_batch == 1 and moe.config.is_exact
     if wanted == "off" or (wanted is None and gives_exact_bits):
         return PrefixCache(0)
-    model_config = moe.model.config
-    is_recurrent = has_recurrent_layers(model_config) and not layers_that_cannot_join(model_config)
-    reason = why_no_snapshots(moe) if is_recurrent else why_not(model_config)
+    reason = reason or why_not(moe.model.config)
     if reason is not None:
         if wanted is not None:
             raise ConfigError(f"prefixes of this model cannot be kept: {reason}")
@@ -302,7 +317,11 @@ def prefixes_of(moe: MoE, config: ServeConfig) -> PrefixCache | Snapshots:
         num_bytes = int(free_bytes * PREFIX_SHARE)
     else:
         num_bytes = parse_size(wanted, whole_bytes=free_bytes)
-    return Snapshots(num_bytes) if is_recurrent else PrefixCache(num_bytes)
+    return PrefixCache(
+        num_bytes,
+        has_states=has_recurrent_layers(moe.model.config),
+        end_ids=Generation(moe.model).end_ids,
+    )
 
 
 @contextmanager

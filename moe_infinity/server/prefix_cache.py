@@ -1,56 +1,65 @@
-"""Keys and values of prompts and answers, kept for later requests that begin with the same tokens.
+"""Keys, values and states of prompts and answers, kept for later requests that begin with the same
+tokens.
 
     tree   of blocks of BLOCK tokens: one below another continues it; its roots are the owners
-    pool   for each tensor of the KV cache one that has it for every block
+    state  of a model with recurrent layers, behind some of the blocks: it is that of all tokens so
+           far, and no part of it is the state of fewer
 
-A request copies its longest known prefix and computes the rest. Blocks are added as soon as they
-are complete, so running sequences share, too. The block that was used least recently goes first;
-as a use of a block is one of all above it, none goes before what is below it. Owners see nothing of
+A request copies its longest known prefix and computes the rest. Where there are states, it ends at
+one. Blocks are added as soon as they are complete, so running sequences share, too; a state where a
+prompt, its last message or an answer ends, where prompts part, and in a long text every so many
+tokens. There a block may be shorter, and none is below it.
+
+What was used least recently goes first. As a use of a block is one of all above it, none goes
+before what is below it, and a state goes before the blocks that lead to it. Owners see nothing of
 each other's blocks, not even by the time an answer takes. An owner of prompts that a model computes
 differently, because of their length, counts as several.
 
 With a block are the experts that its tokens activated, so that a request has the Expert Activation
 Matrix of all its tokens.
 
-A recurrent state is that of all tokens so far: no part of it is the state of fewer. So of a model
-with recurrent layers the whole cache is kept where a prompt ends and where an answer ends
-(`Snapshots`), and a request continues the longest that its prompt begins with.
-
-Legend: N blocks, H heads, d width of a head, L MoE layers, K experts of a
-token.
+Legend: L MoE layers, K experts of a token, T tokens.
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections import OrderedDict
-from collections.abc import Hashable, Sequence
+from collections.abc import Container, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import DynamicCache
 
-from moe_infinity.architectures.attention_inputs import keeps_nothing
-from moe_infinity.errors import MoEInfinityError
-from moe_infinity.experts import Ints, Phase, Step
-from moe_infinity.model import MoE
-from moe_infinity.server.batch import bytes_of, row_of, with_tensors
+from moe_infinity.experts import Ints
+from moe_infinity.server.cache_bytes import Block, CacheBytes
 
 logger = logging.getLogger(__name__)
 BLOCK = 16  # tokens
 # A block counts as this much however small its keys and values are: its tokens and its node take
 # about as much. So `num_bytes` bounds the number of blocks in any case.
 LEAST_BLOCK_BYTES = 512
-TRIAL_TOKENS = 32  # of `why_no_snapshots`
-TRIAL_CUT = 19  # tokens of the first of two passes
-# Of the largest logit. Models that continue were seen to differ by 1e-5 in float32 and by 0.01 in
-# bfloat16, one that does not by 0.5.
-TOLERANCE = {torch.float32: 1e-3}
-COARSE_TOLERANCE = 0.05
+# Between two states inside a text. They are as far apart as a state has the bytes of keys and
+# values, so that they take no more than these, within bounds.
+LEAST_SPACING = 256
+MOST_SPACING = 2048
+LEAST_TOKENS = 256  # computing fewer again costs less than what it takes to keep them
 Tokens = tuple[int, ...]
+
+
+@dataclass(eq=False, slots=True)
+class State:
+    """What a model with recurrent layers has of all tokens up to the end of a block."""
+
+    node: Node
+    data: Tensor  # uint8
+
+    @property
+    def num_bytes(self) -> int:
+        return max(self.data.nbytes, LEAST_BLOCK_BYTES)
 
 
 @dataclass(eq=False, slots=True)
@@ -59,27 +68,45 @@ class Node:
 
     above: Node | None
     tokens: Tokens
-    pool_idx: int
-    experts: Ints | None = None  # uint16 [BLOCK, L, K]; None: not known
+    name: str  # tells its tokens and all above them, and their owner, from all others
+    data: Tensor | None = None  # uint8; None: it is a root, or was dropped
+    experts: Ints | None = None  # uint16 [T, L, K]; None: not known
+    state: State | None = None
     below: dict[Tokens, Node] = field(default_factory=dict)
-    is_kept: bool = True
+
+    @property
+    def num_bytes(self) -> int:
+        return 0 if self.data is None else max(self.data.nbytes, LEAST_BLOCK_BYTES)
+
+    @property
+    def is_kept(self) -> bool:
+        return self.data is not None or self.above is None
+
+    def path(self) -> list[Node]:
+        """All blocks from the root's first to this one."""
+        found: list[Node] = []
+        node: Node | None = self
+        while node is not None and node.above is not None:
+            found.append(node)
+            node = node.above
+        return found[::-1]
 
 
-class Part(NamedTuple):
-    """One tensor of the pool."""
-
-    layer_idx: int  # in the KV cache
-    name: str  # keys or values
-    pool: Tensor  # [N, H, BLOCK, d]
+def name_below(above: str, tokens: Sequence[int]) -> str:
+    """The name of the block of these tokens below another. No two have the same."""
+    text = f"{above} {','.join(map(str, tokens))}"
+    return hashlib.sha256(text.encode()).hexdigest()[:40]
 
 
 class Branch:
     """The blocks of one sequence, as it grows."""
 
     def __init__(self, root: Node) -> None:
-        self.node = root  # the last block that the tree has
+        self.node = root  # the last whole block that the tree has
         self.num_tokens = 0  # up to its end
-        self.experts: list[Ints] = []  # of the tokens behind it, [T, L, K] each
+        self.state_end = 0  # tokens up to the last state that was kept or found
+        self.fork = 0  # up to here, other sequences have had the same tokens
+        self.experts: list[Ints] = []  # of the tokens behind the node, [T, L, K] each
         self.has_experts = True
 
     def note(self, experts_TLK: Ints | None) -> None:
@@ -92,69 +119,99 @@ class Branch:
         elif self.has_experts:
             self.experts.append(experts_TLK.astype(np.uint16))
 
-    def take_experts(self) -> Ints | None:
-        """Return the experts of the next block; None if they were not noted."""
-        if sum(map(len, self.experts)) < BLOCK:
+    def take_experts(self, num_tokens: int) -> Ints | None:
+        """Return the experts of the next tokens; None if they were not noted."""
+        if sum(map(len, self.experts)) < num_tokens:
             self.has_experts = False
             return None
         experts_TLK = np.concatenate(self.experts)
-        self.experts = [experts_TLK[BLOCK:]]
-        return experts_TLK[:BLOCK]
+        self.experts = [experts_TLK[num_tokens:]]
+        return experts_TLK[:num_tokens]
+
+    def move_to(self, node: Node) -> None:
+        """Go on below a whole block that is one below the last."""
+        self.node = node
+        self.num_tokens += BLOCK
 
 
 class PrefixCache:
     """The prefixes of one model, for one thread. With 0 bytes nothing is kept."""
 
-    needs_windows = True  # also tokens that a sliding window passes over within a prompt
-
-    def __init__(self, num_bytes: int) -> None:
+    def __init__(
+        self, num_bytes: int, *, has_states: bool = False, end_ids: Container[int] = ()
+    ) -> None:
+        """`has_states`: the model has recurrent layers. `end_ids`: tokens that end a message."""
         self.num_bytes = num_bytes  # at most
+        self.has_states = has_states
+        self.end_ids = end_ids
+        self.used_bytes = 0  # of blocks and states that are kept now
         self._roots: dict[Hashable, Node] = {}
-        self._nodes: OrderedDict[Node, None] = OrderedDict()  # the least recently used first
-        self._parts: list[Part] = []
-        self._free: list[int] = []  # places of the pool
-        self._block_bytes = 0
+        self._kept: OrderedDict[Node | State, None] = OrderedDict()  # least recently used first
+        self._bytes: CacheBytes | None = None  # None: no cache was seen yet
+        self._has_warned = False
 
     @property
-    def used_bytes(self) -> int:
-        """Keys and values that are kept now."""
-        return len(self._nodes) * self._block_bytes
+    def needs_windows(self) -> bool:
+        """True if it wants tokens that a sliding window passes over within a prompt, too."""
+        return not self.has_states
 
     def branch(self, owner: Hashable) -> Branch:
         """For a sequence that begins."""
-        return Branch(self._roots.setdefault(owner, Node(None, (), -1)))
+        root = Node(None, (), name_below(repr(owner), ()))
+        return Branch(self._roots.setdefault(owner, root))
 
     def find(self, branch: Branch, token_ids: Sequence[int]) -> list[Node]:
-        """The blocks with which these tokens begin. Moves the branch to the end of the last."""
-        found: list[Node] = []
+        """The blocks with which these tokens begin. Moves the branch to the end of the last whole
+        one.
+        """
+        path = [branch.node]
         for start in range(0, len(token_ids) - BLOCK + 1, BLOCK):
-            node = branch.node.below.get(tuple(token_ids[start : start + BLOCK]))
+            node = path[-1].below.get(tuple(token_ids[start : start + BLOCK]))
             if node is None:
                 break
-            found.append(node)
-            branch.node = node
-            branch.num_tokens += BLOCK
-        self._use(branch.node)
+            path.append(node)
+        short = None
+        if self.has_states:
+            branch.fork = (len(path) - 1) * BLOCK
+            path, short = _up_to_state(path, token_ids)
+        for node in path[1:]:
+            branch.move_to(node)
+        found = path[1:]
+        if short is not None:
+            branch.note(short.experts)
+            found.append(short)
+        if found:
+            branch.state_end = sum(len(node.tokens) for node in found)
+            self._use(found[-1])
         return found
 
     def fill(self, cache: DynamicCache, nodes: Sequence[Node], device: torch.device) -> None:
-        """Put the keys and values of these blocks into an empty cache of one sequence."""
-        places_N = torch.tensor([node.pool_idx for node in nodes], dtype=torch.long, device="cpu")
-        found: dict[int, dict[str, Tensor]] = {}
-        for part in self._parts:
-            x_NHBd = part.pool[places_N]
-            flat = x_NHBd.transpose(0, 1).reshape(1, x_NHBd.shape[1], -1, x_NHBd.shape[3])
-            found.setdefault(part.layer_idx, {})[part.name] = flat.to(device)
-        for layer_idx, tensors in found.items():
-            layer: Any = cache.layers[layer_idx]
-            layer.lazy_initialization(tensors["keys"], tensors["values"])
-            first = 0
-            if isinstance(layer, DynamicSlidingWindowLayer):
-                layer.cumulative_length = len(nodes) * BLOCK
-                first = max(0, layer.cumulative_length - layer.sliding_window + 1)
-            layer.keys, layer.values = (
-                tensors[name][:, :, first:].contiguous() for name in ("keys", "values")
-            )
+        """Put the keys and values of these blocks, and the state behind them, into an empty cache
+        of one sequence.
+        """
+        assert self._bytes is not None
+        blocks = [Block(len(node.tokens), node.data) for node in nodes if node.data is not None]
+        state = nodes[-1].state
+        self._bytes.fill(cache, blocks, None if state is None else state.data, device)
+
+    def pass_end(
+        self, branch: Branch, token_ids: Sequence[int], start: int, end: int
+    ) -> tuple[int, bool]:
+        """Where a pass over a prompt from `start` to at most `end` ends, and whether what the model
+        has there is to be kept in any case.
+
+        With states it ends where others went on with other tokens, and behind the last message:
+        there an answer begins, which a chat template may show otherwise later.
+        """
+        if not self.has_states:
+            return end, end == len(token_ids)
+        places = range(len(token_ids) - 1, start, -1)
+        message_end = next((at for at in places if token_ids[at - 1] in self.end_ids), start)
+        for place in sorted((branch.fork, message_end)):
+            if start < place < end and place - branch.state_end >= LEAST_TOKENS:
+                return place, True
+        begins_answer = end - start < BLOCK and token_ids[start - 1] in self.end_ids
+        return end, end == len(token_ids) and not begins_answer
 
     def extend(
         self,
@@ -164,209 +221,154 @@ class PrefixCache:
         row: int,
         end: int,
         *,
-        is_end: bool = False,  # of a prompt or an answer; blocks are added before, too
+        is_end: bool = False,  # of a prompt, a message or an answer: the state is kept
     ) -> None:
         """Add the blocks of a sequence that are complete and not there yet. `end` is the number of
         tokens that row `row` of `cache` has keys and values of, right-aligned. What a sliding
         window has passed over is not there any more, and no block is added behind such a gap.
         """
-        if self.num_bytes == 0 or end - branch.num_tokens < BLOCK or not branch.node.is_kept:
+        wants_state = self.has_states and (is_end or end - branch.state_end >= self._spacing)
+        if self.num_bytes == 0 or not branch.node.is_kept:
             return
-        self._make_pool(cache)
+        if end - branch.num_tokens < BLOCK and not wants_state:
+            return
+        if self._bytes is None:
+            self._bytes = CacheBytes.of(cache)
         self._use(branch.node)  # so that only blocks of others are older
-        while end - branch.num_tokens >= BLOCK:
-            start = branch.num_tokens
-            tokens = tuple(token_ids[start : start + BLOCK])
-            experts = branch.take_experts()
-            node = branch.node.below.get(tokens)
-            if node is None:
-                node = self._added(branch.node, tokens, experts, cache, row, end - start)
-            if node is None:
-                break
-            branch.node = node
-            branch.num_tokens += BLOCK
+        self._add_blocks(branch, token_ids, cache, row, end)
+        if wants_state:
+            self._add_state(branch, token_ids, cache, row, end)
         self._use(branch.node)
 
-    def _make_pool(self, cache: DynamicCache) -> None:
-        """When the shapes are known."""
-        if self._parts:
+    @property
+    def _spacing(self) -> int:
+        """Tokens between two states inside a text."""
+        if self._bytes is None:
+            return LEAST_SPACING
+        wanted = self._bytes.state_bytes // max(self._bytes.token_bytes, 1)
+        return min(max(wanted, LEAST_SPACING), MOST_SPACING)
+
+    def _add_blocks(
+        self, branch: Branch, token_ids: Sequence[int], cache: DynamicCache, row: int, end: int
+    ) -> None:
+        """Those that are whole."""
+        assert self._bytes is not None
+        while end - branch.num_tokens >= BLOCK:
+            start = branch.num_tokens
+            node = branch.node.below.get(tuple(token_ids[start : start + BLOCK]))
+            if node is None:
+                break
+            branch.take_experts(BLOCK)
+            branch.move_to(node)
+        behind = end - branch.num_tokens
+        if behind < BLOCK or not self._bytes.has_tokens(cache, behind):
             return
-        shapes = {
-            (idx, name): getattr(layer, name)
-            for idx, layer in enumerate(cache.layers)
-            if layer.is_initialized and layer.keys is not None  # else it shares another's
-            for name in ("keys", "values")
-        }
-        if not shapes:
-            return
-        num_bytes = sum(x.shape[1] * BLOCK * x.shape[3] * x.element_size() for x in shapes.values())
-        self._block_bytes = max(num_bytes, LEAST_BLOCK_BYTES)
-        num_blocks = self.num_bytes // self._block_bytes
-        if num_blocks == 0:
-            logger.warning("no block of %d tokens fits into the prefix cache", BLOCK)
-        self._free = list(range(num_blocks))[::-1]
-        self._parts = [
-            Part(idx, name, x.new_empty((num_blocks, x.shape[1], BLOCK, x.shape[3]), device="cpu"))
-            for (idx, name), x in shapes.items()
-        ]
+        blocks = self._bytes.blocks(
+            cache, row, behind=behind, size=BLOCK, num_blocks=behind // BLOCK
+        )
+        for block in blocks:
+            start = branch.num_tokens
+            experts = branch.take_experts(BLOCK)
+            node = self._added(branch.node, token_ids[start : start + BLOCK], block.data, experts)
+            if node is None:
+                return
+            branch.move_to(node)
 
     def _added(
-        self,
-        above: Node,
-        tokens: Tokens,
-        experts: Ints | None,
-        cache: DynamicCache,
-        row: int,
-        behind: int,  # from the end of the cache to the block's first token
+        self, above: Node, tokens: Sequence[int], data: Tensor, experts: Ints | None
     ) -> Node | None:
-        """None if a window has passed over the block, or there is no room below `above`."""
-        own = [getattr(cache.layers[part.layer_idx], part.name) for part in self._parts]
-        if not own or min(x_BHTd.shape[2] for x_BHTd in own) < behind:
+        """None if there is no room below `above`."""
+        node = Node(above, tuple(tokens), name_below(above.name, tokens), data, experts)
+        if not self._has_room(node.num_bytes, above):
             return None
-        if not self._free:
-            self._drop_oldest(above)
-        if not self._free:
-            return None
-        node = Node(above, tokens, self._free.pop(), experts)
-        for part, x_BHTd in zip(self._parts, own, strict=True):
-            first = x_BHTd.shape[2] - behind
-            part.pool[node.pool_idx] = x_BHTd[row, :, first : first + BLOCK]
-        above.below[tokens] = node
-        self._nodes[node] = None
+        above.below[node.tokens] = node
+        self._keep(node)
         return node
 
-    def _drop_oldest(self, needed: Node) -> None:
-        """Unless it is of the branch that is to be continued."""
-        oldest = next(iter(self._nodes), needed)
-        if oldest is needed or oldest.below:  # all that is kept is this one branch
+    def _add_state(
+        self, branch: Branch, token_ids: Sequence[int], cache: DynamicCache, row: int, end: int
+    ) -> None:
+        """With a block of the tokens behind the last whole one, if there are any."""
+        assert self._bytes is not None
+        num_more = end - branch.num_tokens
+        if num_more >= BLOCK:  # there was no room
             return
-        del self._nodes[oldest]
+        node = branch.node
+        if num_more > 0:
+            tokens = tuple(token_ids[branch.num_tokens : end])
+            found = node.below.get(tokens)
+            if found is None:
+                (block,) = self._bytes.blocks(
+                    cache, row, behind=num_more, size=num_more, num_blocks=1
+                )
+                experts = np.concatenate(branch.experts) if branch.has_experts else None
+                found = self._added(node, tokens, block.data, experts)
+            if found is None:
+                return
+            node = found
+        branch.state_end = end
+        if node.above is None or node.state is not None:
+            return
+        state = State(node, self._bytes.state_of(cache, row, end))
+        if self._has_room(state.num_bytes, node):
+            node.state = state
+            self._keep(state)
+            self._use(node)
+
+    def _keep(self, item: Node | State) -> None:
+        self._kept[item] = None
+        self.used_bytes += item.num_bytes
+
+    def _has_room(self, num_bytes: int, needed: Node) -> bool:
+        """Make room, but not by what leads to `needed`."""
+        if num_bytes > self.num_bytes and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "a block or state of %d bytes does not fit into --prefix-cache", num_bytes
+            )
+        while self.used_bytes + num_bytes > self.num_bytes:
+            if not self._drop_oldest(needed):
+                return False
+        return True
+
+    def _drop_oldest(self, needed: Node) -> bool:
+        """False if all that is kept leads to `needed`."""
+        oldest = next(iter(self._kept), needed)
+        if isinstance(oldest, Node) and (oldest is needed or oldest.below):
+            return False
+        del self._kept[oldest]
+        self.used_bytes -= oldest.num_bytes
+        if isinstance(oldest, State):
+            oldest.node.state = None
+            return True
         assert oldest.above is not None
+        assert oldest.state is None, oldest  # it was used no later than its block
         del oldest.above.below[oldest.tokens]
-        oldest.is_kept = False
-        self._free.append(oldest.pool_idx)
+        oldest.data = None
+        return True
 
     def _use(self, node: Node | None) -> None:
-        """Mark this block, and all above it, as used last."""
+        """Mark the state behind this block, the block, and all above it, as used last."""
+        if node is not None and node.state is not None:
+            self._kept.move_to_end(node.state)
         while node is not None and node.above is not None:
-            self._nodes.move_to_end(node)
+            self._kept.move_to_end(node)
             node = node.above
 
 
-def why_not(config: Any) -> str | None:
-    """Why prefixes of a model cannot be reused; None if they can."""
-    for layer in DynamicCache(config=config).layers:
-        kind = type(layer)
-        if kind is DynamicSlidingWindowLayer and layer.sliding_window <= BLOCK:
-            return f"its sliding windows have {layer.sliding_window} tokens"
-        if kind not in (DynamicLayer, DynamicSlidingWindowLayer) and not keeps_nothing(layer):
-            return f"of a {kind.__name__} no part can be copied"
-    return None
-
-
-class Snapshots:
-    """The snapshots of one model, for one thread, with the methods of PrefixCache."""
-
-    needs_windows = False
-
-    def __init__(self, num_bytes: int) -> None:
-        self.num_bytes = num_bytes  # at most
-        self.used_bytes = 0
-        self._roots: dict[Hashable, Node] = {}
-        self._kept: OrderedDict[Node, DynamicCache] = OrderedDict()  # the least recently used first
-
-    def branch(self, owner: Hashable) -> Branch:
-        """For a sequence that begins."""
-        return Branch(self._roots.setdefault(owner, Node(None, (), -1)))
-
-    def find(self, branch: Branch, token_ids: Sequence[int]) -> list[Node]:
-        """The longest that these tokens begin with, if there is one."""
-        known = tuple(token_ids)
-        fitting = [node for ids, node in branch.node.below.items() if known[: len(ids)] == ids]
-        if not fitting:
-            return []
-        longest = max(fitting, key=lambda node: len(node.tokens))
-        self._kept.move_to_end(longest)
-        branch.num_tokens = len(longest.tokens)
-        branch.note(longest.experts)
-        return [longest]
-
-    def fill(self, cache: DynamicCache, nodes: Sequence[Node], device: torch.device) -> None:
-        """Let an empty cache of one sequence continue what was found."""
-        (node,) = nodes
-        cache.layers = [
-            with_tensors(layer, lambda x: x.to(device, copy=True))
-            for layer in self._kept[node].layers
-        ]
-
-    def extend(
-        self,
-        branch: Branch,
-        token_ids: Sequence[int],
-        cache: DynamicCache,
-        row: int,
-        end: int,
-        *,
-        is_end: bool,
-    ) -> None:
-        """Keep row `row` of `cache`, of `end` tokens, if a prompt or an answer ends there."""
-        tokens = tuple(token_ids[:end])
-        if not is_end or tokens in branch.node.below:
-            return
-        kept = row_of(cache, row, end)
-        kept.layers = [with_tensors(layer, lambda x: x.to("cpu")) for layer in kept.layers]
-        num_bytes = bytes_of(kept)
-        if num_bytes > self.num_bytes:
-            logger.info("a cache of %d bytes does not fit into --prefix-cache", num_bytes)
-            return
-        while self.used_bytes + num_bytes > self.num_bytes:
-            self._drop_oldest()
-        experts = np.concatenate(branch.experts) if branch.has_experts else None
-        node = Node(branch.node, tokens, -1, experts)
-        branch.node.below[tokens] = node
-        self._kept[node] = kept
-        self.used_bytes += num_bytes
-
-    def _drop_oldest(self) -> None:
-        node, cache = self._kept.popitem(last=False)
-        assert node.above is not None
-        del node.above.below[node.tokens]
-        self.used_bytes -= bytes_of(cache)
-
-
-def why_no_snapshots(moe: MoE) -> str | None:
-    """Why a model cannot continue such a cache; None if it can. Some models begin anew with every
-    pass of several tokens. It shows in the logits of a prompt, computed in one and in two passes.
+def _up_to_state(path: list[Node], token_ids: Sequence[int]) -> tuple[list[Node], Node | None]:
+    """The part of a path that leads to its last state, and the shorter block that has it, if it is
+    behind one.
     """
-    try:
-        (whole,) = _logits_of(moe, [TRIAL_TOKENS])
-        _, continued = _logits_of(moe, [TRIAL_CUT, TRIAL_TOKENS])
-    except MoEInfinityError as error:
-        return f"trying to continue a prompt failed: {error}"
-    difference = (continued - whole[TRIAL_CUT:]).abs().max() / whole.abs().max()
-    tolerance = TOLERANCE.get(moe.model.dtype, COARSE_TOLERANCE)
-    if difference <= tolerance:
-        return None
-    return (
-        f"a prompt in two passes has other logits than in one (by {difference:.2g} of the largest)"
-    )
-
-
-def _logits_of(moe: MoE, ends: Sequence[int]) -> list[Tensor]:
-    """[T, V] float32 of each pass over a prompt that is cut at `ends`."""
-    cache = DynamicCache(config=moe.model.config)
-    vocab_size = moe.model.config.get_text_config().vocab_size
-    ids = torch.arange(TRIAL_TOKENS, device="cpu") * 5 % vocab_size
-    logits = []
-    for start, end in zip([0, *ends], ends, strict=False):
-        begins_B = np.array([start == 0])
-        output = moe.forward(
-            Step(Phase.PREFILL, 1, end - start, begins_B=begins_B),
-            input_ids=ids[None, start:end],
-            attention_mask=torch.ones((1, end), dtype=torch.long, device="cpu"),
-            position_ids=torch.arange(start, end, device="cpu")[None],
-            cache=cache,
-            use_cache=True,
-        )
-        logits.append(output.logits[0].to("cpu", torch.float32))
-    return logits
+    while True:
+        rest = tuple(token_ids[(len(path) - 1) * BLOCK :][:BLOCK])
+        fitting = [
+            node
+            for tokens, node in path[-1].below.items()
+            if node.state is not None and len(tokens) < BLOCK and rest[: len(tokens)] == tokens
+        ]
+        if fitting:
+            return path, max(fitting, key=lambda node: len(node.tokens))
+        if path[-1].state is not None or len(path) == 1:
+            return path, None
+        path = path[:-1]

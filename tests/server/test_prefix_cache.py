@@ -13,7 +13,8 @@ from transformers.cache_utils import DynamicCache
 
 from moe_infinity import MoE
 from moe_infinity.errors import ConfigError
-from moe_infinity.server.prefix_cache import BLOCK, PrefixCache, why_not
+from moe_infinity.server.continuing import why_not
+from moe_infinity.server.prefix_cache import BLOCK, LEAST_BLOCK_BYTES, PrefixCache
 from tests.server.driving import Client, answered, assert_same_answer, cached, make_engine, run_all
 from tests.server.serving import serving
 from tests.sweep import tiny
@@ -251,22 +252,22 @@ def test_one_branch_may_fill_it_and_more_is_left_out():
 def test_too_little_memory_is_said(caplog):
     prefixes = PrefixCache(BLOCK_BYTES - 1)
     add(prefixes, TEXT)
-    assert "no block of 16 tokens fits" in caplog.text
+    assert f"of {BLOCK_BYTES} bytes does not fit" in caplog.text
     assert found(prefixes, TEXT) == []
 
 
 @pytest.mark.parametrize("num_layers", [0, 2])
 def test_blocks_without_bytes_are_bounded_by_memory_too(num_layers):
-    prefixes = PrefixCache(1 << 20 if num_layers else 1 << 50)
+    num_bytes = 4 * LEAST_BLOCK_BYTES
+    prefixes = PrefixCache(num_bytes)
     cache = DynamicCache()
     for layer_idx in range(num_layers):
         nothing = torch.empty(1, 1, len(TEXT), 0)
         cache.update(nothing, nothing, layer_idx)
     branch = prefixes.branch("")
     prefixes.extend(branch, TEXT, cache, 0, len(TEXT))
-    num_blocks = len(prefixes._free) + len(prefixes._nodes)
-    assert num_blocks == (2048 if num_layers else 0)
-    assert prefixes.used_bytes <= prefixes.num_bytes
+    assert len(prefixes._kept) == 4
+    assert prefixes.used_bytes == num_bytes
 
 
 def test_a_branch_that_was_dropped_meanwhile_grows_no_more():

@@ -1,4 +1,4 @@
-"""Models with recurrent layers continue whole caches, and answer as they do without."""
+"""Models with recurrent layers go on from kept states, and answer as they do without."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from moe_infinity import MoE
+from moe_infinity.server.prefix_cache import State
 from tests.conftest import save_tokenizer
 from tests.server.driving import (
     TOLERANCE,
@@ -85,16 +86,16 @@ def test_the_least_recently_used_goes_first_and_bytes_are_bounded(hybrid):
     answered(engine, first, max_new_tokens=1)
     size = engine.state()["prefix_bytes"]
     assert size > 0
-    engine = make_engine(hybrid, max_batch=1, prefix_cache=str(size * 5 // 2))  # two of these
+    engine = make_engine(hybrid, max_batch=1, prefix_cache=str(2 * size))  # two of these
     for prompt in (first, second):
         answered(engine, prompt, max_new_tokens=1)
     # It takes the first, so its own prompt, a longer one, drops the second.
     assert cached(answered(engine, [*first, 9], max_new_tokens=1)) == 40
-    assert engine.state()["prefix_bytes"] <= size * 5 // 2
+    assert engine.state()["prefix_bytes"] <= 2 * size
     assert cached(answered(engine, [*second, 9], max_new_tokens=1)) == 0
     small = make_engine(hybrid, max_batch=1, prefix_cache=str(size // 2))
     assert cached(answered(small, first)) == cached(answered(small, [*first, 9])) == 0
-    assert small.state()["prefix_bytes"] == 0
+    assert small.state()["prefix_bytes"] <= size // 2
 
 
 def test_the_eam_of_a_request_is_that_of_all_its_tokens(hybrid):
@@ -114,12 +115,8 @@ def test_a_wrong_state_changes_the_answer(hybrid):
     """The comparisons above can fail."""
     engine = make_engine(hybrid, max_batch=1, prefix_cache="64MiB")
     answered(engine, TEXT[:40], max_new_tokens=1)
-    (kept,) = engine._passes.prefixes._kept.values()  # type: ignore[union-attr]
-    for layer in kept.layers:
-        for states in (getattr(layer, "conv_states", {}), getattr(layer, "recurrent_states", {})):
-            for state in states.values():
-                if state is not None:
-                    torch.nn.init.ones_(state)
+    (state,) = (kept for kept in engine._passes.prefixes._kept if isinstance(kept, State))
+    state.data.view(torch.float32).fill_(1)
     found = answered(engine, TEXT[:60])
     assert cached(found) == 40
     expected = answered(make_engine(hybrid, max_batch=1, prefix_cache="off"), TEXT[:60])
