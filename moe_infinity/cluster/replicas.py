@@ -48,10 +48,11 @@ class ServedReplica:
         from moe_infinity.cluster.model import ClusterMoE
         from moe_infinity.server.app import create_app
         from moe_infinity.server.engine import Engine
+        from moe_infinity.server.store_key import store_of
 
         config = ServeConfig(**server)
         self._moe = ClusterMoE(checkpoint, model)
-        self._engine = Engine(self._moe, config)
+        self._engine = Engine(self._moe, config, store_of(self._moe, config))
         self._app = create_app(self._moe, self._engine, config, is_forwarded=True)
         self._engine.start()
 

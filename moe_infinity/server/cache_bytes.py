@@ -11,9 +11,11 @@ Legend: H heads, d width of a head, T tokens, N blocks.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -41,11 +43,11 @@ class Part(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Of a state, or of one token."""
+        """The bytes of a state, or of one token."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def tensor(self, cache: DynamicCache) -> Tensor:
-        """Of all sequences of a batch."""
+        """The tensor of all sequences of a batch."""
         found = getattr(cache.layers[self.layer_idx], self.name)
         return found[self.state_idx] if self.name in STATES else found  # type: ignore[no-any-return]
 
@@ -59,7 +61,7 @@ class Block(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CacheBytes:
-    """What the caches of one model consist of."""
+    """The parts that the caches of one model consist of."""
 
     tokens: tuple[Part, ...]
     states: tuple[Part, ...]
@@ -81,14 +83,35 @@ class CacheBytes:
                 (windows if is_window else tokens).append(part)
         return cls(tuple(tokens), states, tuple(windows))
 
+    def text(self) -> str:
+        """Return it as JSON, for `read`."""
+        kinds = (self.tokens, self.states, self.windows)
+        return json.dumps(
+            [[[*part[:3], str(part.dtype)[6:], *part.shape] for part in parts] for parts in kinds]
+        )
+
+    @classmethod
+    @lru_cache(4)
+    def read(cls, text: str) -> CacheBytes:
+        """Raises ValueError or AttributeError for a text that is none of `text`."""
+        kinds = [
+            tuple(
+                Part(idx, name, state_idx, _dtype(dtype), tuple(shape))
+                for idx, name, state_idx, dtype, *shape in parts
+            )
+            for parts in json.loads(text)
+        ]
+        tokens, states, windows = kinds
+        return cls(tokens, states, windows)
+
     @property
     def token_bytes(self) -> int:
-        """Of one token."""
+        """The bytes of one token."""
         return sum(part.num_bytes for part in self.tokens)
 
     @property
     def state_bytes(self) -> int:
-        """Of one state, without windows."""
+        """The bytes of one state, without windows."""
         return sum(part.num_bytes for part in self.states)
 
     def has_tokens(self, cache: DynamicCache, num_tokens: int) -> bool:
@@ -166,6 +189,13 @@ class CacheBytes:
             windows.setdefault(part.layer_idx, {})[part.name] = x_1HTd
             start = end
         return windows
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{name} is no dtype")
+    return dtype
 
 
 def _states_of(cache: DynamicCache) -> Iterator[Part]:

@@ -117,6 +117,17 @@ class ServeConfig:
             "what is free, and off with --max-batch 1 --exact.",
         ),
     ] = None
+    prompt_store: Annotated[
+        str | None,
+        Option(
+            metavar="FOLDER|off",
+            help="Where prefixes are kept on disk, for after a restart. Default: the user's cache "
+            "folder, and off where --prefix-cache is off.",
+        ),
+    ] = None
+    prompt_store_size: Annotated[
+        str, Option(metavar="SIZE", help="The most disk space for it, e.g. 2GiB; 1 GiB stays free.")
+    ] = "10GiB"
     deadline: Annotated[
         float, Option(min=0.001, help="Seconds that a request may take, waiting included.")
     ] = DEADLINE.most
@@ -129,6 +140,7 @@ class ServeConfig:
             raise ConfigError("--model-name: there is no name in it")
         if self.prefix_cache not in (None, "off"):
             parse_size(self.prefix_cache, whole_bytes=0)
+        parse_size(self.prompt_store_size, whole_bytes=0)
         for origin in self.cors or ():
             if origin != "*" and not ORIGIN.fullmatch(origin):
                 raise ConfigError(f"--cors {origin}: an origin is like https://app.example:8443")

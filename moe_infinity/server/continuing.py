@@ -1,4 +1,4 @@
-"""Whether a model can go on from a cache that was kept, found by looking and by trying."""
+"""Finds out, by looking and by trying, whether a model can go on from a cache that was kept."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from moe_infinity.errors import MoEInfinityError
 from moe_infinity.experts import Phase, Step
 from moe_infinity.model import MoE
 from moe_infinity.server.batch import has_recurrent_layers
-from moe_infinity.server.prefix_cache import BLOCK
+from moe_infinity.server.prefix_tree import BLOCK
 
 TRIAL_TOKENS = 32  # of `why_not_continued`
 TRIAL_CUT = 19  # tokens of the first of two passes

@@ -32,6 +32,7 @@ from moe_infinity.server.counts import EngineCounts
 from moe_infinity.server.decoding import Decoding
 from moe_infinity.server.generation import Generation
 from moe_infinity.server.passes import Passes
+from moe_infinity.server.prompt_store import PromptStore, StoreCounts
 from moe_infinity.server.reading import Left, Reading
 from moe_infinity.server.sequences import (
     DeadlineExceeded,
@@ -59,12 +60,14 @@ class Engine:
     checkpoint that cannot be kept.
     """
 
-    def __init__(self, moe: MoE, config: ServeConfig) -> None:
+    def __init__(self, moe: MoE, config: ServeConfig, store: PromptStore | None = None) -> None:
+        """`store`: what keeps prefixes on disk; it is closed with the engine."""
         self.config = config
+        self._store = store
         self.counts = EngineCounts()
         self.death: BaseException | None = None  # the error that ended the thread
         self._moe = moe
-        self._passes = Passes(moe, self.config)
+        self._passes = Passes(moe, self.config, store)
         self._generation = Generation(moe.model)
         self._changed = threading.Condition()
         self._waiting = SeatQueue(self.config.max_queue)  # guarded by _changed, as the next two
@@ -141,6 +144,8 @@ class Engine:
         if self._thread is not None:
             self._thread.join(JOIN_TIMEOUT_S)
         self._fail_all(EngineStopped("the server was stopped"))
+        if self._store is not None:
+            self._store.close()
 
     @property
     def is_alive(self) -> bool:
@@ -171,6 +176,7 @@ class Engine:
             "longest_gap_s": self._decoding.longest_gap_s,
             "prefix_bytes": self._passes.prefixes.used_bytes,
             "prefix_capacity_bytes": self._passes.prefixes.num_bytes,
+            "prompt_store": asdict(StoreCounts() if self._store is None else self._store.counts),
             **asdict(self.counts),
         }
 

@@ -100,6 +100,17 @@ def engine_metrics(state: dict[str, Any]) -> Iterator[Metric]:
     tokens.add_metric(["cached"], state["cached_tokens"])
     tokens.add_metric(["generated"], state["generated_tokens"])
     yield tokens
+    stored = state["prompt_store"]
+    yield CounterMetricFamily(
+        f"{PREFIX}_prompt_store_hits", "Prompts that began with it", value=stored["hits"]
+    )
+    yield CounterMetricFamily(
+        f"{PREFIX}_prompt_store_tokens", "Prompt tokens from it", value=stored["tokens"]
+    )
+    moved = CounterMetricFamily(f"{PREFIX}_prompt_store_bytes", "On its disk", labels=["kind"])
+    moved.add_metric(["read"], stored["read_bytes"])
+    moved.add_metric(["written"], stored["written_bytes"])
+    yield moved
     yield SummaryMetricFamily(
         f"{PREFIX}_mask_seconds",
         "Masks of tokens that a grammar allows",

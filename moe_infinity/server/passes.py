@@ -36,6 +36,7 @@ from moe_infinity.server.continuing import why_not, why_not_continued
 from moe_infinity.server.generation import Generation
 from moe_infinity.server.lengths import Lengths
 from moe_infinity.server.prefix_cache import PrefixCache
+from moe_infinity.server.prompt_store import PromptStore
 from moe_infinity.server.sampling import ChosenToken, prompt_logprobs
 from moe_infinity.server.sequences import NoEmbeddings, QueueFull, Running
 from moe_infinity.sizes import parse_size
@@ -50,7 +51,7 @@ class Passes:
     Raises UnsupportedModelError for a model that cannot be served, or cannot be served in batches.
     """
 
-    def __init__(self, moe: MoE, config: ServeConfig) -> None:
+    def __init__(self, moe: MoE, config: ServeConfig, store: PromptStore | None) -> None:
         self._moe = moe
         self._num_seats = config.max_batch
         self._accepts = {*inspect.signature(moe.model.forward).parameters, "cache"}
@@ -65,7 +66,7 @@ class Passes:
         self._token_layer_s = 0.0  # of a prompt's token in a layer, of the last pass
         self._room = moe.engine.room
         self._num_layers = len(moe.engine.path.computers)
-        self.prefixes = prefixes_of(moe, config, reason)
+        self.prefixes = prefixes_of(moe, config, reason, store)
 
     def _require_servable(self) -> None:
         model = self._moe.model
@@ -297,10 +298,12 @@ def why_not_in_parts(moe: MoE) -> str | None:
     return why_not_continued(moe) if has_recurrent_layers(moe.model.config) else None
 
 
-def prefixes_of(moe: MoE, config: ServeConfig, reason: str | None) -> PrefixCache:
+def prefixes_of(
+    moe: MoE, config: ServeConfig, reason: str | None, store: PromptStore | None
+) -> PrefixCache:
     """Return the cache of prefixes, with 0 bytes if none are kept. `reason`: why a prompt cannot be
-    computed in parts. Raises ConfigError for a text that is not a size, and for a size where a
-    model's prefixes cannot be kept.
+    computed in parts. `store`: where they are kept on disk, too. Raises ConfigError for a text that
+    is not a size, and for a size where a model's prefixes cannot be kept.
     """
     wanted = config.prefix_cache
     gives_exact_bits = config.max_batch == 1 and moe.config.is_exact
@@ -321,6 +324,7 @@ def prefixes_of(moe: MoE, config: ServeConfig, reason: str | None) -> PrefixCach
         num_bytes,
         has_states=has_recurrent_layers(moe.model.config),
         end_ids=Generation(moe.model).end_ids,
+        store=store,
     )
 
 

@@ -23,11 +23,9 @@ Legend: L MoE layers, K experts of a token, T tokens.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections import OrderedDict
 from collections.abc import Container, Hashable, Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -36,114 +34,45 @@ from transformers.cache_utils import DynamicCache
 
 from moe_infinity.experts import Ints
 from moe_infinity.server.cache_bytes import Block, CacheBytes
+from moe_infinity.server.prefix_tree import (
+    BLOCK,
+    Branch,
+    Node,
+    State,
+    files_of,
+    known_path,
+    name_below,
+    up_to_state,
+)
+from moe_infinity.server.prompt_store import PromptStore
+from moe_infinity.server.stored_prefixes import wanted_of
 
 logger = logging.getLogger(__name__)
-BLOCK = 16  # tokens
-# A block counts as this much however small its keys and values are: its tokens and its node take
-# about as much. So `num_bytes` bounds the number of blocks in any case.
-LEAST_BLOCK_BYTES = 512
 # Between two states inside a text. They are as far apart as a state has the bytes of keys and
 # values, so that they take no more than these, within bounds.
 LEAST_SPACING = 256
 MOST_SPACING = 2048
 LEAST_TOKENS = 256  # computing fewer again costs less than what it takes to keep them
-Tokens = tuple[int, ...]
-
-
-@dataclass(eq=False, slots=True)
-class State:
-    """What a model with recurrent layers has of all tokens up to the end of a block."""
-
-    node: Node
-    data: Tensor  # uint8
-
-    @property
-    def num_bytes(self) -> int:
-        return max(self.data.nbytes, LEAST_BLOCK_BYTES)
-
-
-@dataclass(eq=False, slots=True)
-class Node:
-    """A block, or the root of an owner's blocks."""
-
-    above: Node | None
-    tokens: Tokens
-    name: str  # tells its tokens and all above them, and their owner, from all others
-    data: Tensor | None = None  # uint8; None: it is a root, or was dropped
-    experts: Ints | None = None  # uint16 [T, L, K]; None: not known
-    state: State | None = None
-    below: dict[Tokens, Node] = field(default_factory=dict)
-
-    @property
-    def num_bytes(self) -> int:
-        return 0 if self.data is None else max(self.data.nbytes, LEAST_BLOCK_BYTES)
-
-    @property
-    def is_kept(self) -> bool:
-        return self.data is not None or self.above is None
-
-    def path(self) -> list[Node]:
-        """All blocks from the root's first to this one."""
-        found: list[Node] = []
-        node: Node | None = self
-        while node is not None and node.above is not None:
-            found.append(node)
-            node = node.above
-        return found[::-1]
-
-
-def name_below(above: str, tokens: Sequence[int]) -> str:
-    """The name of the block of these tokens below another. No two have the same."""
-    text = f"{above} {','.join(map(str, tokens))}"
-    return hashlib.sha256(text.encode()).hexdigest()[:40]
-
-
-class Branch:
-    """The blocks of one sequence, as it grows."""
-
-    def __init__(self, root: Node) -> None:
-        self.node = root  # the last whole block that the tree has
-        self.num_tokens = 0  # up to its end
-        self.state_end = 0  # tokens up to the last state that was kept or found
-        self.fork = 0  # up to here, other sequences have had the same tokens
-        self.experts: list[Ints] = []  # of the tokens behind the node, [T, L, K] each
-        self.has_experts = True
-
-    def note(self, experts_TLK: Ints | None) -> None:
-        """Note what the next tokens activated; None: neither theirs nor that of later ones is
-        known.
-        """
-        if experts_TLK is None:
-            self.experts.clear()
-            self.has_experts = False
-        elif self.has_experts:
-            self.experts.append(experts_TLK.astype(np.uint16))
-
-    def take_experts(self, num_tokens: int) -> Ints | None:
-        """Return the experts of the next tokens; None if they were not noted."""
-        if sum(map(len, self.experts)) < num_tokens:
-            self.has_experts = False
-            return None
-        experts_TLK = np.concatenate(self.experts)
-        self.experts = [experts_TLK[num_tokens:]]
-        return experts_TLK[:num_tokens]
-
-    def move_to(self, node: Node) -> None:
-        """Go on below a whole block that is one below the last."""
-        self.node = node
-        self.num_tokens += BLOCK
 
 
 class PrefixCache:
     """The prefixes of one model, for one thread. With 0 bytes nothing is kept."""
 
     def __init__(
-        self, num_bytes: int, *, has_states: bool = False, end_ids: Container[int] = ()
+        self,
+        num_bytes: int,
+        *,
+        has_states: bool = False,
+        end_ids: Container[int] = (),
+        store: PromptStore | None = None,
     ) -> None:
-        """`has_states`: the model has recurrent layers. `end_ids`: tokens that end a message."""
+        """`has_states`: the model has recurrent layers. `end_ids`: tokens that end a message.
+        `store`: the same on disk.
+        """
         self.num_bytes = num_bytes  # at most
         self.has_states = has_states
         self.end_ids = end_ids
+        self._store = store
         self.used_bytes = 0  # of blocks and states that are kept now
         self._roots: dict[Hashable, Node] = {}
         self._kept: OrderedDict[Node | State, None] = OrderedDict()  # least recently used first
@@ -157,23 +86,21 @@ class PrefixCache:
 
     def branch(self, owner: Hashable) -> Branch:
         """For a sequence that begins."""
-        root = Node(None, (), name_below(repr(owner), ()))
+        key = "" if self._store is None else self._store.key
+        root = Node(None, (), name_below(f"{key} {owner!r}", ()))
         return Branch(self._roots.setdefault(owner, root))
 
     def find(self, branch: Branch, token_ids: Sequence[int]) -> list[Node]:
         """The blocks with which these tokens begin. Moves the branch to the end of the last whole
         one.
         """
-        path = [branch.node]
-        for start in range(0, len(token_ids) - BLOCK + 1, BLOCK):
-            node = path[-1].below.get(tuple(token_ids[start : start + BLOCK]))
-            if node is None:
-                break
-            path.append(node)
+        if self._store is not None and len(token_ids) >= LEAST_TOKENS:
+            self._read_stored(self._store, branch.node, token_ids)
+        path = known_path(branch.node, token_ids)
         short = None
         if self.has_states:
             branch.fork = (len(path) - 1) * BLOCK
-            path, short = _up_to_state(path, token_ids)
+            path, short = up_to_state(path, token_ids)
         for node in path[1:]:
             branch.move_to(node)
         found = path[1:]
@@ -230,15 +157,18 @@ class PrefixCache:
         wants_state = self.has_states and (is_end or end - branch.state_end >= self._spacing)
         if self.num_bytes == 0 or not branch.node.is_kept:
             return
-        if end - branch.num_tokens < BLOCK and not wants_state:
+        if end - branch.num_tokens < BLOCK and not (wants_state or is_end):
             return
         if self._bytes is None:
             self._bytes = CacheBytes.of(cache)
         self._use(branch.node)  # so that only blocks of others are older
         self._add_blocks(branch, token_ids, cache, row, end)
+        last = branch.node
         if wants_state:
-            self._add_state(branch, token_ids, cache, row, end)
+            last = self._add_state(branch, token_ids, cache, row, end) or last
         self._use(branch.node)
+        if is_end and self._store is not None and end >= LEAST_TOKENS:
+            self._store.keep(files_of(last), self._bytes)
 
     @property
     def _spacing(self) -> int:
@@ -287,12 +217,14 @@ class PrefixCache:
 
     def _add_state(
         self, branch: Branch, token_ids: Sequence[int], cache: DynamicCache, row: int, end: int
-    ) -> None:
-        """With a block of the tokens behind the last whole one, if there are any."""
+    ) -> Node | None:
+        """With a block of the tokens behind the last whole one, if there are any. Returns the last
+        block before the state.
+        """
         assert self._bytes is not None
         num_more = end - branch.num_tokens
         if num_more >= BLOCK:  # there was no room
-            return
+            return None
         node = branch.node
         if num_more > 0:
             tokens = tuple(token_ids[branch.num_tokens : end])
@@ -304,16 +236,50 @@ class PrefixCache:
                 experts = np.concatenate(branch.experts) if branch.has_experts else None
                 found = self._added(node, tokens, block.data, experts)
             if found is None:
-                return
+                return None
             node = found
         branch.state_end = end
-        if node.above is None or node.state is not None:
-            return
-        state = State(node, self._bytes.state_of(cache, row, end))
+        if node.above is not None and node.state is None:
+            self._set_state(node, self._bytes.state_of(cache, row, end))
+        return node
+
+    def _set_state(self, node: Node, data: Tensor) -> None:
+        """If there is room."""
+        state = State(node, data)
         if self._has_room(state.num_bytes, node):
             node.state = state
             self._keep(state)
             self._use(node)
+
+    # what the store has
+
+    def _read_stored(self, store: PromptStore, root: Node, token_ids: Sequence[int]) -> None:
+        """Put what the store has of these tokens into the tree."""
+        path = known_path(root, token_ids)
+        wanted = wanted_of(
+            store, path, token_ids, has_states=self.has_states, most_bytes=self.num_bytes
+        )
+        found = store.read(wanted.files())
+        if not found or any(stored.parts != (self._bytes or found[0].parts) for stored in found):
+            return
+        self._bytes = found[0].parts
+        state = found.pop(0) if self.has_states else None
+        node = path[wanted.num_whole]
+        self._use(node)
+        end = wanted.num_whole * BLOCK
+        for absent, stored in zip(wanted.blocks, found, strict=False):
+            below = node.below.get(absent.tokens)
+            if below is None:
+                below = self._added(node, absent.tokens, stored.data, stored.experts)
+            if below is None:
+                break
+            node = below
+            end += len(absent.tokens)
+        if state is not None and end == wanted.end:
+            self._set_state(node, state.data)
+        if end > wanted.known and (state is None or node.state is not None):
+            store.counts.hits += 1
+            store.counts.tokens += end - wanted.known
 
     def _keep(self, item: Node | State) -> None:
         self._kept[item] = None
@@ -338,13 +304,13 @@ class PrefixCache:
             return False
         del self._kept[oldest]
         self.used_bytes -= oldest.num_bytes
+        oldest.data = None
         if isinstance(oldest, State):
             oldest.node.state = None
             return True
         assert oldest.above is not None
         assert oldest.state is None, oldest  # it was used no later than its block
         del oldest.above.below[oldest.tokens]
-        oldest.data = None
         return True
 
     def _use(self, node: Node | None) -> None:
@@ -354,21 +320,3 @@ class PrefixCache:
         while node is not None and node.above is not None:
             self._kept.move_to_end(node)
             node = node.above
-
-
-def _up_to_state(path: list[Node], token_ids: Sequence[int]) -> tuple[list[Node], Node | None]:
-    """The part of a path that leads to its last state, and the shorter block that has it, if it is
-    behind one.
-    """
-    while True:
-        rest = tuple(token_ids[(len(path) - 1) * BLOCK :][:BLOCK])
-        fitting = [
-            node
-            for tokens, node in path[-1].below.items()
-            if node.state is not None and len(tokens) < BLOCK and rest[: len(tokens)] == tokens
-        ]
-        if fitting:
-            return path, max(fitting, key=lambda node: len(node.tokens))
-        if path[-1].state is not None or len(path) == 1:
-            return path, None
-        path = path[:-1]

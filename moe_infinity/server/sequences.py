@@ -21,7 +21,7 @@ from transformers.cache_utils import DynamicCache
 from moe_infinity.detokenizer import UNFINISHED, Detokenizer
 from moe_infinity.errors import MoEInfinityError
 from moe_infinity.server.generation import Settings
-from moe_infinity.server.prefix_cache import Branch
+from moe_infinity.server.prefix_tree import Branch
 from moe_infinity.server.sampling import ChosenToken, Constraint, Sampler, Sampling
 
 

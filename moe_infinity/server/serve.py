@@ -27,6 +27,7 @@ from moe_infinity.server.config import LOOPBACK, ServeConfig
 from moe_infinity.server.connections import BACKLOG, Connections, most_connections
 from moe_infinity.server.engine import Engine
 from moe_infinity.server.few_lines import log_few_lines
+from moe_infinity.server.store_key import store_of
 
 # The engine's thread runs Python between torch's calls. With Python's 5 ms the event loop waited
 # several times per request and answered /health late.
@@ -121,7 +122,7 @@ def serve_model(moe: MoE, config: ServeConfig, sockets: list[socket]) -> None:
     Raises MoEInfinityError for a model that cannot be served, and ConfigError if another process
     listens on the address.
     """
-    engine = Engine(moe, config)
+    engine = Engine(moe, config, store_of(moe, config))
     app = create_app(moe, engine, config)
     if config.host not in LOOPBACK and not config.keys():
         logger.warning("anyone who reaches %s can use this model: no API key", config.host)

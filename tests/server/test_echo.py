@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from moe_infinity import MoE
 from moe_infinity.server import sampling
-from moe_infinity.server.prefix_cache import BLOCK
+from moe_infinity.server.prefix_tree import BLOCK
 from moe_infinity.server.sampling import Sampling, with_logprobs
 from tests.closeness import routing_margins
 from tests.conftest import SPECIAL_TOKENS, VOCAB_SIZE, save_tokenizer

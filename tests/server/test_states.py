@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from moe_infinity import MoE
-from moe_infinity.server.prefix_cache import State
+from moe_infinity.server.prefix_tree import State
 from tests.conftest import save_tokenizer
 from tests.server.driving import (
     TOLERANCE,
@@ -116,6 +116,7 @@ def test_a_wrong_state_changes_the_answer(hybrid):
     engine = make_engine(hybrid, max_batch=1, prefix_cache="64MiB")
     answered(engine, TEXT[:40], max_new_tokens=1)
     (state,) = (kept for kept in engine._passes.prefixes._kept if isinstance(kept, State))
+    assert state.data is not None
     state.data.view(torch.float32).fill_(1)
     found = answered(engine, TEXT[:60])
     assert cached(found) == 40

@@ -1,0 +1,333 @@
+"""Prefixes on disk, found again after a restart and when memory has pushed them out.
+
+    FOLDER/KEY/NAME.block   some tokens' keys and values, and the experts that they activated
+    FOLDER/KEY/NAME.state   the state behind them
+
+KEY tells models and arithmetics apart, NAME an owner and all tokens up to the end of a block (see
+prefix_cache.py). Neither has anything of a text or an API key that could be read. A file is a
+safetensors file with a checksum over its name and contents. It is its user's alone, and complete or
+not there, so several servers may share a folder.
+
+A thread writes; what it cannot keep up with is dropped. Threads read while the engine waits, for a
+limited time. Whatever is wrong with the folder is said once, and costs no more than what the store
+would have saved.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import logging
+import os
+import re
+import stat
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from queue import Empty, Full, Queue
+from threading import Event, Thread
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import safetensors.numpy
+import torch
+from numpy.typing import NDArray
+from safetensors import SafetensorError
+from torch import Tensor
+
+from moe_infinity.memory import threads
+from moe_infinity.memory.threads import ReadThreads
+from moe_infinity.server.cache_bytes import CacheBytes
+from moe_infinity.system.files import create_new, make_private_folder, name_beside
+
+logger = logging.getLogger(__name__)
+FOLDER_NAME = re.compile(r"[0-9a-f]{32}")
+FILE_NAME = re.compile(r"[0-9a-f]{40}\.(block|state)")
+PARTIAL_NAME = re.compile(r"\.[0-9a-f]{40}\.(block|state)\.[0-9a-f]{16}\.partial")
+MOST_WAITING = 64  # prompts and answers that are to be written
+READ_THREADS = 2
+READ_S = 10.0  # for all that one prompt begins with
+CLOSE_S = 10.0
+FREE_BYTES = 1 << 30  # that others may still write to the disk
+MOST_FILE_BYTES = 4 << 30
+EMPTIED = 0.9  # of the size, once it is full
+UNFINISHED_S = 3600.0  # after so long a partial file is nobody's
+Array = NDArray[Any]
+
+
+class Kept(Protocol):
+    """A block or a state in memory."""
+
+    @property
+    def data(self) -> Tensor | None:
+        """uint8; None: it was dropped."""
+
+    @property
+    def experts(self) -> Array | None:
+        """The experts that the tokens of a block activated."""
+
+
+class Stored(NamedTuple):
+    """A block or a state that was read."""
+
+    data: Tensor  # uint8
+    experts: Array | None
+    parts: CacheBytes
+
+
+@dataclass(slots=True)
+class StoreCounts:
+    """Counts of one store, since it was opened."""
+
+    hits: int = 0  # prompts that began with something of it
+    tokens: int = 0  # of these prompts, that came from it
+    read_bytes: int = 0
+    written_bytes: int = 0
+
+
+class Damaged(Exception):
+    """A file is not what its name says."""
+
+
+class PromptStore:
+    """The files of one model and arithmetic. Threads start with their first work."""
+
+    def __init__(self, folder: Path, key: str, num_bytes: int) -> None:
+        """`num_bytes`: what the files of all models in the folder may take."""
+        self.key = key
+        self.counts = StoreCounts()
+        self._root = folder
+        self._folder = folder / key
+        self._num_bytes = num_bytes
+        self._used_bytes = 0  # as far as is known
+        self._is_off = False
+        self._said: set[str] = set()
+        self._queue: Queue[tuple[dict[str, Kept], CacheBytes] | None] = Queue(MOST_WAITING)
+        self._closing = Event()
+        self._writer: Thread | None = None
+        self._readers = ReadThreads(READ_THREADS, "moe-infinity-prompts")
+        with self._explaining("opened"):
+            make_private_folder(self._folder, num_own=1)
+            self._look_around(self._num_bytes)
+
+    # for the engine's thread
+
+    def size(self, file: str) -> int | None:
+        """The bytes of a file, which may still be of no use; None if there is none."""
+        if self._is_off:
+            return None
+        try:
+            return os.stat(self._folder / file, follow_symlinks=False).st_size
+        except OSError:
+            return None
+
+    def read(self, files: Sequence[str]) -> list[Stored]:
+        """Return the contents of these files, up to the first that is missing, damaged or not read
+        in time.
+        """
+        give_up_at = time.monotonic() + READ_S
+        tasks = [_Reading(self._folder / file) for file in files]
+        for task in tasks:
+            self._readers.submit(task.run, task.future)
+        found: list[Stored] = []
+        is_whole = True
+        for task in tasks:
+            try:
+                task.future.result(max(give_up_at - time.monotonic(), 0.0))
+            except TimeoutError:
+                self._is_off = not found
+                what = "is not used any more" if self._is_off else "gives a part"
+                self._say("slow", f"reading took more than {READ_S:g} s: it {what}")
+                break
+            except (OSError, Damaged) as error:
+                self._forget(task.path, error)
+                is_whole = False
+            if is_whole and task.stored is not None:
+                found.append(task.stored)
+        for task in tasks:
+            task.future.cancel()
+        self.counts.read_bytes += sum(stored.data.nbytes for stored in found)
+        return found
+
+    def keep(self, wanted: dict[str, Kept], parts: CacheBytes) -> None:
+        """Write by file name what is not there yet, first to last, in the background. What is there
+        counts as used now. What is dropped from memory meanwhile is left out.
+        """
+        if self._is_off:
+            return
+        if self._writer is None:
+            self._writer = Thread(target=self._write_all, name="moe-infinity-store", daemon=True)
+            self._writer.start()
+        with suppress(Full):  # the next turn offers it again
+            self._queue.put_nowait((wanted, parts))
+
+    def close(self) -> None:
+        """Wait a limited time for what is to be written."""
+        if self._writer is not None:
+            with suppress(Full):
+                self._queue.put(None, timeout=CLOSE_S)
+            self._writer.join(CLOSE_S)
+            self._closing.set()
+            self._writer.join(1.0)
+        threads.close(self._readers)
+
+    # for the thread that writes
+
+    def _write_all(self) -> None:
+        while not self._closing.is_set():
+            try:
+                wanted = self._queue.get(timeout=1.0)
+            except Empty:
+                continue
+            if wanted is None:
+                return
+            with self._explaining("written"):
+                self._write_those(*wanted)
+            del wanted  # frees memory before the wait for the next
+
+    def _write_those(self, wanted: dict[str, Kept], parts: CacheBytes) -> None:
+        """The last counts as used first, so that nothing is deleted before what is behind it."""
+        if not self._folder.is_dir():
+            make_private_folder(self._folder, num_own=1)
+        now_ns = time.time_ns()
+        for number, (file, kept) in enumerate(wanted.items()):
+            times = (now_ns - 1000 * number,) * 2
+            path = self._folder / file
+            data = kept.data
+            if data is None or self._closing.is_set():
+                return
+            try:
+                os.utime(path, ns=times, follow_symlinks=False)
+            except FileNotFoundError:
+                self._write(path, file_bytes(file, Stored(data, kept.experts, parts)), times)
+
+    def _write(self, path: Path, data: bytes, times: tuple[int, int]) -> None:
+        self._require_room(len(data))
+        partial = name_beside(path)
+        try:
+            with os.fdopen(create_new(partial, 0o600), "wb") as opened:
+                opened.write(data)
+            os.utime(partial, ns=times)
+            partial.replace(path)
+        finally:
+            with suppress(OSError):
+                partial.unlink(missing_ok=True)
+        self._used_bytes += len(data)
+        self.counts.written_bytes += len(data)
+
+    def _require_room(self, num_bytes: int) -> None:
+        """Delete what was used least recently if there is no room. Raises OSError if there is none
+        then.
+        """
+        if self._used_bytes + num_bytes > self._most_bytes():
+            self._look_around(int(EMPTIED * self._most_bytes()) - num_bytes)
+            if self._used_bytes + num_bytes > self._most_bytes():
+                raise OSError(errno.ENOSPC, "no room: the disk is full, or its size is small")
+
+    def _most_bytes(self) -> int:
+        """The most that all files may take: the disk may have less left than the size allows."""
+        found = os.statvfs(self._folder)
+        free = found.f_bavail * found.f_frsize
+        return min(self._num_bytes, self._used_bytes + free - FREE_BYTES)
+
+    def _look_around(self, most_bytes: int) -> None:
+        """Find out what all files take, and delete what was used least recently beyond that."""
+        files = sorted(self._files(), reverse=True)
+        self._used_bytes = 0
+        for used_s, num_bytes, path in files:
+            is_left = PARTIAL_NAME.fullmatch(path.name) and time.time() - used_s > UNFINISHED_S
+            if is_left or self._used_bytes + num_bytes > most_bytes:
+                path.unlink(missing_ok=True)
+            else:
+                self._used_bytes += num_bytes
+
+    def _files(self) -> Iterator[tuple[float, int, Path]]:
+        """When each file was used, its size and its path. Others' files are left alone."""
+        for folder in os.scandir(self._root):
+            if not FOLDER_NAME.fullmatch(folder.name) or not folder.is_dir(follow_symlinks=False):
+                continue
+            for entry in os.scandir(folder):
+                if FILE_NAME.fullmatch(entry.name) or PARTIAL_NAME.fullmatch(entry.name):
+                    with suppress(FileNotFoundError):  # another server deletes, too
+                        found = entry.stat(follow_symlinks=False)
+                        if stat.S_ISREG(found.st_mode):
+                            yield found.st_mtime, found.st_size, Path(entry.path)
+
+    # what goes wrong
+
+    @contextmanager
+    def _explaining(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self._say(what, f"cannot be {what}: {error}")
+
+    def _forget(self, path: Path, error: Exception) -> None:
+        """Delete a file that is of no use."""
+        if not isinstance(error, FileNotFoundError):
+            self._say("damaged", f"{path.name} is not used: {error}")
+            with suppress(OSError):
+                path.unlink()
+
+    def _say(self, kind: str, what: str) -> None:
+        """Warn once of each kind."""
+        if kind not in self._said:
+            self._said.add(kind)
+            logger.warning("the prompt store %s: %s", self._root, what)
+
+
+class _Reading:
+    """A file that is read by a thread."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.future: Future[None] = Future()
+        self.stored: Stored | None = None
+
+    def run(self) -> None:
+        """Raises OSError or Damaged."""
+        flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+        with os.fdopen(os.open(self.path, flags), "rb") as opened:
+            found = os.fstat(opened.fileno())
+            is_ours = stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid()
+            if not is_ours or found.st_mode & 0o077 or found.st_size > MOST_FILE_BYTES:
+                raise Damaged("it is no file of this user alone")
+            data = opened.read()
+        self.stored = contents(self.path.name, data)
+
+
+def file_bytes(name: str, stored: Stored) -> bytes:
+    """A file of this name, as bytes."""
+    arrays = {"data": stored.data.numpy(), "parts": _array(stored.parts.text().encode())}
+    if stored.experts is not None:
+        arrays["experts"] = np.ascontiguousarray(stored.experts)
+    return safetensors.numpy.save(arrays | {"checksum": _checksum(name, arrays)})
+
+
+def contents(name: str, data: bytes) -> Stored:
+    """Return what a file of this name has. Raises Damaged."""
+    try:
+        arrays = safetensors.numpy.load(data)
+        checksum = arrays.pop("checksum")
+        if not np.array_equal(checksum, _checksum(name, arrays)):
+            raise Damaged("its checksum is wrong")
+        parts = CacheBytes.read(arrays["parts"].tobytes().decode())
+        return Stored(torch.from_numpy(arrays["data"]), arrays.get("experts"), parts)
+    except (SafetensorError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise Damaged(f"it is not one that the server has written: {error!r}") from error
+
+
+def _array(data: bytes) -> Array:
+    return np.frombuffer(data, dtype=np.uint8)
+
+
+def _checksum(name: str, arrays: dict[str, Array]) -> Array:
+    """The checksum of the name and all arrays, whatever their order."""
+    digest = hashlib.sha256(name.encode())
+    for key, array in sorted(arrays.items()):
+        digest.update(f"{key} {array.dtype} {array.shape}".encode())
+        digest.update(array.data if array.size else b"")
+    return _array(digest.digest())
