@@ -32,7 +32,7 @@ from moe_infinity.server.counts import EngineCounts
 from moe_infinity.server.decoding import Decoding
 from moe_infinity.server.generation import Generation
 from moe_infinity.server.passes import Passes
-from moe_infinity.server.prompt_store import PromptStore, StoreCounts
+from moe_infinity.server.prompt_store import PromptStore
 from moe_infinity.server.reading import Left, Reading
 from moe_infinity.server.sequences import (
     DeadlineExceeded,
@@ -57,13 +57,11 @@ class Engine:
 
     `start()` begins its thread; tests call `step()` instead. Raises UnsupportedModelError for a
     model that cannot be served, or cannot be served in batches, and ConfigError for settings of the
-    checkpoint that cannot be kept.
+    checkpoint that cannot be kept. `store`: where prefixes are on disk; it is closed at the end.
     """
 
     def __init__(self, moe: MoE, config: ServeConfig, store: PromptStore | None = None) -> None:
-        """`store`: what keeps prefixes on disk; it is closed with the engine."""
         self.config = config
-        self._store = store
         self.counts = EngineCounts()
         self.death: BaseException | None = None  # the error that ended the thread
         self._moe = moe
@@ -144,8 +142,7 @@ class Engine:
         if self._thread is not None:
             self._thread.join(JOIN_TIMEOUT_S)
         self._fail_all(EngineStopped("the server was stopped"))
-        if self._store is not None:
-            self._store.close()
+        self._passes.prefixes.close()
 
     @property
     def is_alive(self) -> bool:
@@ -176,7 +173,7 @@ class Engine:
             "longest_gap_s": self._decoding.longest_gap_s,
             "prefix_bytes": self._passes.prefixes.used_bytes,
             "prefix_capacity_bytes": self._passes.prefixes.num_bytes,
-            "prompt_store": asdict(StoreCounts() if self._store is None else self._store.counts),
+            "prompt_store": asdict(self._passes.prefixes.store_counts),
             **asdict(self.counts),
         }
 

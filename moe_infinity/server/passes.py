@@ -308,13 +308,13 @@ def prefixes_of(
     wanted = config.prefix_cache
     gives_exact_bits = config.max_batch == 1 and moe.config.is_exact
     if wanted == "off" or (wanted is None and gives_exact_bits):
-        return PrefixCache(0)
+        return PrefixCache(0, store=store)
     reason = reason or why_not(moe.model.config)
     if reason is not None:
         if wanted is not None:
             raise ConfigError(f"prefixes of this model cannot be kept: {reason}")
         logger.info("no prefixes are kept: %s", reason)
-        return PrefixCache(0)
+        return PrefixCache(0, store=store)
     free_bytes = max(moe.engine.room.left() + moe.engine.room.movable(), 0)
     if wanted is None:
         num_bytes = int(free_bytes * PREFIX_SHARE)

@@ -44,7 +44,7 @@ from moe_infinity.server.prefix_tree import (
     name_below,
     up_to_state,
 )
-from moe_infinity.server.prompt_store import PromptStore
+from moe_infinity.server.prompt_store import PromptStore, StoreCounts
 from moe_infinity.server.stored_prefixes import wanted_of
 
 logger = logging.getLogger(__name__)
@@ -83,6 +83,16 @@ class PrefixCache:
     def needs_windows(self) -> bool:
         """True if it wants tokens that a sliding window passes over within a prompt, too."""
         return not self.has_states
+
+    @property
+    def store_counts(self) -> StoreCounts:
+        """Counts of the store; all are 0 if there is none."""
+        return StoreCounts() if self._store is None else self._store.counts
+
+    def close(self) -> None:
+        """Wait a limited time for what is to be written to the store."""
+        if self._store is not None:
+            self._store.close()
 
     def branch(self, owner: Hashable) -> Branch:
         """For a sequence that begins."""
