@@ -1,0 +1,125 @@
+"""What long prompts cost the server where experts are absent, and how long others wait meanwhile.
+
+    python benchmarks/long_prompts.py runs/big --limit 4GiB --prompts 600,4000
+    python benchmarks/long_prompts.py runs/big --limit 4GiB --prompts 8000 --users 3
+    python benchmarks/long_prompts.py runs/big --limit 4GiB --prompts 4000 --chunk 512  # as before
+
+The engine runs in a memory control group of its own, without HTTP. A prompt's bytes are those of
+experts that were read until its first token, beside those of all experts that were absent when it
+came. With --users, so many others have an answer under way; the longest time between two of their
+tokens is the gap, and the first token of one more, short prompt is waited for as well.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from limits import drop_from_page_cache, memory_cgroup, result_of, start
+from soak import first_of, watch
+
+
+def measure(
+    model: str, prompts: list[int], users: int, settings: dict[str, Any]
+) -> list[dict[str, Any]]:
+    """A row for each prompt; runs in the control group."""
+    import torch
+
+    from moe_infinity import MoE
+    from moe_infinity.server.config import ServeConfig
+    from moe_infinity.server.engine import Engine
+    from moe_infinity.server.sequences import Output, Request, Running
+
+    with MoE(model, preload="wait") as moe:
+        moe.preload()
+        engine = Engine(moe, ServeConfig(prefix_cache="off", **settings))
+        vocab_size = moe.model.config.get_text_config().vocab_size
+        generator = torch.Generator().manual_seed(0)
+
+        def ask(num_prompt: int, num_answer: int) -> tuple[Running, list[float]]:
+            ids = torch.randint(vocab_size, (num_prompt,), generator=generator).tolist()
+            came: list[float] = []
+
+            def note(output: Output) -> None:
+                if output.error is not None:
+                    raise output.error
+                came.append(time.perf_counter())
+
+            request = Request(prompt_ids=ids, max_new_tokens=num_answer)
+            running = engine.running(request, note)
+            engine.submit([running])
+            return running, came
+
+        def read() -> int:
+            report = moe.report()
+            return report.prefill.bytes_read + report.decode.bytes_read
+
+        rows = []
+        for num_prompt in prompts:
+            others = [ask(20, 100_000) for _ in range(users)]
+            while not all(came for _, came in others):
+                engine.step()
+            host = moe.report().tiers[-2]
+            expert_bytes = moe.report().tiers[-1].capacity_bytes
+            present = host.experts * host.capacity_bytes // host.capacity
+            before = read()
+            began = time.perf_counter()
+            long, came = ask(num_prompt, 1)
+            late = [ask(20, 1)] if users else []
+            while not came:
+                engine.step()
+            row = {
+                "prompt": num_prompt,
+                "seconds": came[0] - began,
+                "read_bytes": read() - before,
+                "absent_bytes": max(expert_bytes - present, 0),
+            }
+            if users:
+                row["gap_s"] = engine.state()["longest_gap_s"]
+                row["beside_s"] = late[0][1][0] - began
+                row["tokens_meanwhile"] = sum(t > began for _, seen in others for t in seen)
+            engine.cancel([running for running, _ in others])
+            engine.step()
+            rows.append(row)
+    return rows
+
+
+def main() -> None:
+    from moe_infinity.sizes import parse_size
+
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--limit", default="4GiB", help="of memory, page cache included")
+    parser.add_argument("--prompts", default="600,4000", help="tokens, separated by commas")
+    parser.add_argument("--users", type=int, default=0, help="whose answers are under way")
+    parser.add_argument("--chunk", type=int, help="as --prefill-chunk of the server")
+    parser.add_argument("--gap", type=float, default=5.0, help="as --max-gap of the server")
+    args = parser.parse_args()
+    cell = {
+        "model": str(args.model),
+        "prompts": list(map(int, args.prompts.split(","))),
+        "users": args.users,
+        "settings": {"prefill_chunk": args.chunk, "max_gap": args.gap},
+    }
+    drop_from_page_cache(args.model)
+    with memory_cgroup(parse_size(args.limit, whole_bytes=0)) as group:
+        process = start(__file__, cell, group)
+        peaks = watch(process, group)
+        result = result_of(process)
+        highest = first_of(group, "memory.peak", "memory.max_usage_in_bytes")
+    print(json.dumps({**cell, **result, "peak_bytes": highest, "held_bytes": peaks["held"]}))
+
+
+def run_cell() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--cell", type=json.loads, required=True)
+    print(json.dumps({"rows": measure(**parser.parse_args().cell)}))
+
+
+if __name__ == "__main__":
+    import sys
+
+    run_cell() if "--cell" in sys.argv else main()
