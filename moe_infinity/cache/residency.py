@@ -62,6 +62,7 @@ class ResidencyTable:
         self._held: dict[int, dict[ExpertKey, int]] = {}
         self._free = list(range(num_slots))[::-1]
         self._withdrawn: list[int] = []  # slots that may have no expert for now
+        self._unfilled = set(self._free)  # since they are here or were restored: without memory
         # The same facts by slot, as arrays, so that choosing a victim is a few vector operations.
         self._layer_of_slot = np.full(num_slots, -1)
         self._expert_of_slot = np.full(num_slots, -1)
@@ -78,6 +79,11 @@ class ResidencyTable:
     @property
     def num_withdrawn(self) -> int:
         return len(self._withdrawn)
+
+    @property
+    def num_unfilled(self) -> int:
+        """Slots that no expert has been in yet, so that the system gave them no memory."""
+        return len(self._unfilled)
 
     @property
     def num_resident(self) -> int:
@@ -236,6 +242,7 @@ class ResidencyTable:
         assert entry.state is Residency.LOADING, (key, entry)
         entry.state = Residency.RESIDENT
         self._loading.remove(key)
+        self._unfilled.discard(entry.slot_id)
 
     def cancel_load(self, key: ExpertKey) -> None:
         """Note that the load of `key` failed: its slot is free again, and every `Held.slot_ids`
@@ -293,12 +300,14 @@ class ResidencyTable:
         self._evict(self._victims(num_slots - len(self._free)))
         slot_ids = [self._free.pop() for _ in range(min(num_slots, len(self._free)))]
         self._withdrawn += slot_ids
+        self._unfilled.difference_update(slot_ids)
         return slot_ids
 
     def restore(self, num_slots: int) -> None:
         """Put as many of the withdrawn slots into use again, or all of them."""
         for _ in range(min(num_slots, len(self._withdrawn))):
             self._free.append(self._withdrawn.pop())
+            self._unfilled.add(self._free[-1])
 
     def lowest_scores(self, num_slots: int) -> NDArray[np.float64]:
         """The scores of the experts that `num_slots` loads would evict, lowest first: -inf for a

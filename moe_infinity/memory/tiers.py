@@ -41,7 +41,7 @@ class SlotTier:
         """Memory that counts as free, and that experts will take or need."""
         if isinstance(self.slots, MappedSlots):
             return self.slots.num_bytes  # of the page cache
-        return (self.table.num_slots - self.table.num_resident) * self.slots.slot_bytes
+        return self.table.num_unfilled * self.slots.slot_bytes
 
     def occupancy(self) -> TierOccupancy:
         """Return how full the tier is now."""

@@ -150,9 +150,8 @@ class Passes:
         most = num_left
         if sequence.request.reads_all or (self._num_seats > 1 and self._room.has_all):
             most = USUAL_TOKENS
-        elif self._num_seats > 1:
-            layer_s = self._max_gap if is_alone else self._max_gap / 2
-            in_time = layer_s / self._token_layer_s if self._token_layer_s else 0
+        elif not (self._num_seats == 1 or is_alone):
+            in_time = self._max_gap / 2 / self._token_layer_s if self._token_layer_s else 0
             most = max(USUAL_TOKENS, int(in_time))
         fitting = self._room.tokens_at_once(num_left, length, most)
         if fitting == 0:

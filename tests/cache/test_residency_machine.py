@@ -69,6 +69,7 @@ class ResidencyMachine(RuleBasedStateMachine):
         self.policy = Ranked()
         self.num_slots = num_slots
         self.num_withdrawn = 0
+        self.filled: set[int] = set()  # slots that have had an expert
         self.table = ResidencyTable(num_slots, self.policy)
         self.model: dict[ExpertKey, Known] = {}
         self.holders: list[Holder] = []
@@ -137,6 +138,7 @@ class ResidencyMachine(RuleBasedStateMachine):
             del self.model[min(transient or self.evictable(), key=self.score)]
             self.evictions += 1
         self.num_withdrawn += count
+        self.filled -= {*given}
         assert not {entry.slot_id for entry in self.model.values()} & {*given}
 
     @rule(count=st.integers(1, 6))
@@ -160,6 +162,7 @@ class ResidencyMachine(RuleBasedStateMachine):
     def finish_load(self, data: st.DataObject) -> None:
         key = data.draw(st.sampled_from(self.loading()))
         self.table.finish_load(key)
+        self.filled.add(self.model[key].slot_id)
         self.model[key].is_loading = False
 
     @precondition(lambda self: self.loading())
@@ -211,6 +214,7 @@ class ResidencyMachine(RuleBasedStateMachine):
             self.let_go(self.holders.pop())
         for key in self.loading():
             self.table.finish_load(key)
+            self.filled.add(self.model[key].slot_id)
             self.model[key].is_loading = False
 
     # What always holds.
@@ -234,6 +238,7 @@ class ResidencyMachine(RuleBasedStateMachine):
         assert self.table.census(KEYS) == (len(resident), num_loading, num_absent)
         assert self.table.evictions == self.evictions
         assert self.table.num_slots == self.num_slots - self.num_withdrawn
+        assert self.table.num_unfilled == self.table.num_slots - len(self.filled)
         assert len(self.table) == len(self.model) <= self.table.num_slots
 
     @invariant()
