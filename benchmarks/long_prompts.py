@@ -22,6 +22,23 @@ from limits import drop_from_page_cache, memory_cgroup, result_of, start
 from soak import first_of, watch
 
 
+class Asked:
+    """A request, and when its outputs came."""
+
+    def __init__(self, engine: Any, ids: list[int], num_answer: int) -> None:
+        from moe_infinity.server.sequences import Request
+
+        self.came: list[float] = []
+        request = Request(prompt_ids=ids, max_new_tokens=num_answer)
+        self.running = engine.running(request, self._note)
+        engine.submit([self.running])
+
+    def _note(self, output: Any) -> None:
+        if output.error is not None:
+            raise output.error
+        self.came.append(time.perf_counter())
+
+
 def measure(
     model: str, prompts: list[int], users: int, settings: dict[str, Any]
 ) -> list[dict[str, Any]]:
@@ -31,7 +48,6 @@ def measure(
     from moe_infinity import MoE
     from moe_infinity.server.config import ServeConfig
     from moe_infinity.server.engine import Engine
-    from moe_infinity.server.sequences import Output, Request, Running
 
     with MoE(model, preload="wait") as moe:
         moe.preload()
@@ -39,49 +55,35 @@ def measure(
         vocab_size = moe.model.config.get_text_config().vocab_size
         generator = torch.Generator().manual_seed(0)
 
-        def ask(num_prompt: int, num_answer: int) -> tuple[Running, list[float]]:
+        def ask(num_prompt: int, num_answer: int) -> Asked:
             ids = torch.randint(vocab_size, (num_prompt,), generator=generator).tolist()
-            came: list[float] = []
-
-            def note(output: Output) -> None:
-                if output.error is not None:
-                    raise output.error
-                came.append(time.perf_counter())
-
-            request = Request(prompt_ids=ids, max_new_tokens=num_answer)
-            running = engine.running(request, note)
-            engine.submit([running])
-            return running, came
-
-        def read() -> int:
-            report = moe.report()
-            return report.prefill.bytes_read + report.decode.bytes_read
+            return Asked(engine, ids, num_answer)
 
         rows = []
         for num_prompt in prompts:
             others = [ask(20, 100_000) for _ in range(users)]
-            while not all(came for _, came in others):
+            while not all(other.came for other in others):
                 engine.step()
-            host = moe.report().tiers[-2]
-            expert_bytes = moe.report().tiers[-1].capacity_bytes
-            present = host.experts * host.capacity_bytes // host.capacity
-            before = read()
+            before = moe.report()
+            host, disk = before.tiers[-2:]
             began = time.perf_counter()
-            long, came = ask(num_prompt, 1)
-            late = [ask(20, 1)] if users else []
-            while not came:
+            long = ask(num_prompt, 1)
+            late = ask(20, 1) if users else long
+            while not long.came:
                 engine.step()
+            after = moe.report()
             row = {
                 "prompt": num_prompt,
-                "seconds": came[0] - began,
-                "read_bytes": read() - before,
-                "absent_bytes": max(expert_bytes - present, 0),
+                "seconds": long.came[0] - began,
+                "read_bytes": after.prefill.bytes_read - before.prefill.bytes_read,
+                "absent_bytes": disk.capacity_bytes * (1 - host.experts / disk.capacity),
+                "slots": after.tiers[-2].capacity,
             }
             if users:
                 row["gap_s"] = engine.state()["longest_gap_s"]
-                row["beside_s"] = late[0][1][0] - began
-                row["tokens_meanwhile"] = sum(t > began for _, seen in others for t in seen)
-            engine.cancel([running for running, _ in others])
+                row["beside_s"] = late.came[0] - began
+                row["tokens_meanwhile"] = sum(t > began for each in others for t in each.came)
+            engine.cancel([other.running for other in others])
             engine.step()
             rows.append(row)
     return rows
