@@ -125,7 +125,7 @@ class LocalExperts:
                 self.begin_step(anonymous_step(routing.num_tokens))
             self.enter(moe_layer_idx, is_unfinished=True)
             if self._ongoing.step.phase is Phase.PREFILL:
-                self.room.keep_free(0)  # the step takes more than was thought
+                self.room.make_for_layer(routing.num_tokens)
             self.path.run_layer(self._ongoing, routing, expert_idxs, work, self._stop_if_cancelled)
             self._ongoing = self._ongoing._replace(is_unfinished=False)
 

@@ -28,6 +28,7 @@ MARGIN_SHARE = 1 / 32
 LEAST_MARGIN_BYTES = 128 << 20
 LEAST_SLOTS_DIVISOR = 8  # so many of all slots stay, as many as a prompt may take from decoding
 SPARE_SHARE = 1 / 32  # stays free when slots are taken again, so that they do not go to and fro
+FIRST_PASS_BYTES = 192 << 20  # heaps and scratch of threads, that stay; measured, 600 tokens
 DECODE_STEPS = 16  # from one look at the memory to the next, which takes a fifth of a millisecond
 LEAST_TOKENS = 32  # of a pass over a prompt
 
@@ -72,6 +73,7 @@ class Room:
         self._tier = tier
         self._num_experts = num_experts
         self._num_unseen = 0  # decode steps since the last look
+        self._first_pass_bytes = min(FIRST_PASS_BYTES, memory.num_bytes // 16)
 
     def left(self) -> int:
         """The bytes that are neither taken nor promised to slots."""
@@ -91,10 +93,19 @@ class Room:
             num_tokens *= DECODE_STEPS
         context = max(step.context, num_tokens)
         needs = self.needs.of_pass(num_tokens, context) + self.needs.kv.of(num_tokens)
+        if step.phase is Phase.PREFILL:
+            needs += self._first_pass_bytes
+            self._first_pass_bytes = 0
         spare = self.keep_free(needs)
         if self._tier.table.num_withdrawn and step.phase is Phase.DECODE:
             kept_free = int(self.memory.num_bytes * SPARE_SHARE)
             self._tier.table.restore(max(spare - kept_free, 0) // self._tier.slots.slot_bytes)
+
+    def make_for_layer(self, num_tokens: int) -> None:
+        """The same before a layer's experts compute so many tokens of a prompt: what was taken so
+        far may be more than was thought.
+        """
+        self.keep_free(num_tokens * self.needs.experts_per_token)
 
     def keep_free(self, num_bytes: int) -> int:
         """Give back slots until so many bytes are free, and return how many more there were."""

@@ -26,6 +26,7 @@ NUM_SLOTS, NUM_EXPERTS = 16, 32
 NEEDS = StepBytes(
     kv=KvBytes(per_token=MIB, per_window_token=0, window=0),
     per_token=2 * MIB,
+    experts_per_token=MIB,
     per_pair=0,
     is_causal=True,
     logits=0,
@@ -57,7 +58,9 @@ def make_room(free: int, *, num_slots: int = NUM_SLOTS) -> tuple[Room, SlotTier]
     mover: Any = SimpleNamespace()
     tier = SlotTier(Tier.HOST, slots, policy, table, mover)
     memory: Any = Free(table, free)
-    return Room(memory, NEEDS, tier, num_experts=NUM_EXPERTS), tier
+    room = Room(memory, NEEDS, tier, num_experts=NUM_EXPERTS)
+    room._first_pass_bytes = 0
+    return room, tier
 
 
 def step_of(phase: Phase, num_tokens: int) -> Step:
@@ -72,6 +75,23 @@ def test_a_pass_gets_the_memory_of_as_many_slots_as_it_lacks(free, num_left):
     assert tier.table.num_slots == num_left
     tier.table.check_invariants()
     assert tier.occupancy().capacity == num_left
+
+
+@on_linux
+def test_the_first_pass_leaves_something_behind():
+    room, tier = make_room(30 * MIB)
+    room._first_pass_bytes = 2 * MIB
+    room.make(step_of(Phase.PREFILL, 10))
+    assert tier.table.num_slots == NUM_SLOTS - 2
+    room.make(step_of(Phase.PREFILL, 10))
+    assert tier.table.num_slots == NUM_SLOTS - 2
+
+
+@on_linux
+def test_before_a_layer_there_is_room_for_its_experts():
+    room, tier = make_room(7 * MIB)
+    room.make_for_layer(10)
+    assert tier.table.num_slots == NUM_SLOTS - 3
 
 
 @on_linux

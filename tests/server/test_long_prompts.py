@@ -101,6 +101,7 @@ def few_slots(tiny_checkpoint) -> Iterator[MoE]:
 def leave(moe: MoE, monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
     """Say that so many bytes are free beside all slots, whatever steps take."""
     room = moe.engine.room
+    room._first_pass_bytes = 0
     table = moe.engine.tiers[-1].table
     slot_bytes = moe.engine.tiers[-1].slots.slot_bytes
     monkeypatch.setattr(
