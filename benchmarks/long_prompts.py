@@ -34,7 +34,7 @@ class Asked:
         engine.submit([self.running])
 
     def _note(self, output: Any) -> None:
-        if output.error is not None:
+        if output.error is not None and not self.running.is_cancelled:
             raise output.error
         self.came.append(time.perf_counter())
 

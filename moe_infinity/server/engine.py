@@ -313,9 +313,9 @@ class Engine:
         if self._prefilling.is_time_for_others(self._decoding.ran_at):
             self._drop_ended()
             self._admit()
+            self._decode()
             if (beside := self._prefilling.next_beside()) is not None:
                 self._prefill(beside)
-            self._decode()
 
     def _begins_anew(self, sequence: Running) -> bool:
         """Queue a sequence whose next token the model computes without its cache."""
