@@ -24,11 +24,12 @@ from moe_infinity.engine.preloader import Preloader
 from moe_infinity.experts import ExpertKey
 from moe_infinity.memory.device import DeviceSlots
 from moe_infinity.memory.mover import Mover
-from moe_infinity.memory.room import ProcessMemory, Room
+from moe_infinity.memory.room import FIXED_SHARE, ProcessMemory, Room
 from moe_infinity.memory.slots import MappedSlots
 from moe_infinity.memory.tiers import make_tiers
 from moe_infinity.predict.planner import PayOff, Prefetcher
 from moe_infinity.predict.predictor import Predictor
+from moe_infinity.system import linux
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +60,7 @@ def build_experts(
     }
     room = Room(
         ProcessMemory(config.memory_bytes),
-        plan.step_bytes,
+        plan.step_bytes if device_slots is None else None,
         bookkeeping.tiers[-1],
         num_experts=bookkeeping.total_experts,
     )
@@ -76,10 +77,12 @@ def build_experts(
 
 def free_for_experts(plan: Plan, config: OffloadConfig, *, computes_here: bool = True) -> int:
     """The bytes that are left for experts once the dense weights are loaded. `computes_here`: keys
-    and activations are in the memory of the host, too.
+    and activations are in the memory of the host, too, and slots give way to them.
     """
     left = ProcessMemory(config.memory_bytes).left()
-    return left - (plan.step_bytes.from_the_start() if computes_here else 0)
+    if computes_here and linux.is_linux():
+        return left - plan.step_bytes.from_the_start()
+    return int(left * FIXED_SHARE)
 
 
 def _bookkeeping(

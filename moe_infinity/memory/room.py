@@ -29,6 +29,7 @@ LEAST_MARGIN_BYTES = 128 << 20
 LEAST_SLOTS_DIVISOR = 8  # so many of all slots stay, as many as a prompt may take from decoding
 SPARE_SHARE = 1 / 32  # stays free when slots are taken again, so that they do not go to and fro
 FIRST_PASS_BYTES = 192 << 20  # heaps and scratch of threads, that stay; measured, 600 tokens
+FIXED_SHARE = 0.7  # of what is free, for experts whose slots cannot give way: a convention
 DECODE_STEPS = 16  # from one look at the memory to the next, which takes a fifth of a millisecond
 LEAST_TOKENS = 32  # of a pass over a prompt
 
@@ -65,9 +66,11 @@ class Room:
     """Gives slots back for the steps that need their memory, and takes them again."""
 
     def __init__(
-        self, memory: ProcessMemory, needs: StepBytes, tier: SlotTier, *, num_experts: int
+        self, memory: ProcessMemory, needs: StepBytes | None, tier: SlotTier, *, num_experts: int
     ) -> None:
-        """`tier` is the one that is filled from disk, with `num_experts` experts."""
+        """`tier` is the one that is filled from disk, with `num_experts` experts. `needs` is None
+        if steps compute in other memory, that of a GPU: then nothing here bounds them.
+        """
         self.memory = memory
         self.needs = needs
         self._tier = tier
@@ -85,6 +88,8 @@ class Room:
 
     def make(self, step: Step) -> None:
         """Before a pass: give back the slots whose memory it needs, or take some of them again."""
+        if self.needs is None:
+            return
         num_tokens = step.num_tokens
         if step.phase is Phase.DECODE:
             self._num_unseen = (self._num_unseen + 1) % DECODE_STEPS
@@ -105,7 +110,8 @@ class Room:
         """The same before a layer's experts compute so many tokens of a prompt: what was taken so
         far may be more than was thought.
         """
-        self.keep_free(num_tokens * self.needs.experts_per_token)
+        if self.needs is not None:
+            self.keep_free(num_tokens * self.needs.experts_per_token)
 
     def keep_free(self, num_bytes: int) -> int:
         """Give back slots until so many bytes are free, and return how many more there were."""
@@ -128,6 +134,8 @@ class Room:
 
     def has_room(self, num_tokens: int, at_once: int = LEAST_TOKENS) -> bool:
         """True if so many tokens more may be kept, computed so many at once."""
+        if self.needs is None:
+            return True
         need = self.needs.of_pass(at_once, num_tokens) + self.needs.kv.of(num_tokens)
         return need <= self.left() + self.movable()
 
@@ -143,14 +151,16 @@ class Room:
 
     @property
     def has_all(self) -> bool:
-        """True if each expert has a slot."""
-        return self._tier.table.num_slots == self._num_experts
+        """True if each expert has a slot, and with a GPU: it reads prompts in short passes."""
+        return self.needs is None or self._tier.table.num_slots == self._num_experts
 
     def tokens_at_once(self, num_new: int, context: int, most: int) -> int:
         """How many of the last `num_new` of `context` tokens to compute in one pass, at most `most`
         or few. Each pass over a long prompt reads the absent experts, so there are as few as memory
         allows, unless that makes too many experts absent. 0 if not even a short pass fits.
         """
+        if self.needs is None:
+            return min(num_new, most)
         num_absent = self._num_experts - self._tier.table.num_slots
         left = self.left() - self.needs.kv.of(num_new)
         best = 0

@@ -203,3 +203,15 @@ def test_windows_keep_no_more_than_their_tokens_and_latents_are_shared():
     latents: dict[str, Any] = {"kv_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8}
     kv = kv_bytes_of(Config(**base, **latents, v_head_dim=8))
     assert kv.per_token == 4 * 20 * 2
+
+
+def test_what_computes_on_a_gpu_is_not_bounded_by_memory_here():
+    room, tier = make_room(-100 * MIB)
+    room.needs = None
+    room.make(step_of(Phase.PREFILL, 10))
+    room.make_for_layer(10)
+    assert tier.table.num_slots == NUM_SLOTS
+    assert room.has_room(10**9)
+    assert room.has_all, "passes are as short as where no expert is absent"
+    assert room.tokens_at_once(1000, 1000, 512) == 512
+    assert room.most_tokens(10**5, is_whole=True) == 10**5

@@ -17,7 +17,7 @@ from moe_infinity.local import find_local
 from moe_infinity.memory.device import AUTOMATIC_SHARE as GPU_SHARE
 from moe_infinity.memory.device import LEAST_ROOM_SHARE
 from moe_infinity.memory.needs import USUAL_CONTEXT, USUAL_TOKENS, KvBytes
-from moe_infinity.memory.room import margin_of
+from moe_infinity.memory.room import FIXED_SHARE, margin_of
 from moe_infinity.sizes import format_bytes, parse_size
 from moe_infinity.system.files import expanded
 from moe_infinity.tools.planning.machine import PlanMachine
@@ -84,7 +84,7 @@ def fit(
     on_host = gpu is None  # dense weights and the KV cache
     dense = sizes.dense_bytes if on_host else 0
     beside = machine.ram - margin_of(int(machine.ram)) - machine.runtime - dense
-    beside -= kv + sizes.pass_bytes if on_host else 0
+    beside = beside - kv - sizes.pass_bytes if on_host else beside * FIXED_SHARE
     budget = max(int(beside), 0)
     if host_memory is not None:
         budget = parse_size(host_memory, whole_bytes=sizes.expert_bytes)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from moe_infinity.errors import ConfigError
-from moe_infinity.memory.room import margin_of
+from moe_infinity.memory.room import FIXED_SHARE, margin_of
 from moe_infinity.system import machine as system_machine
 from moe_infinity.tools.planning import rates
 from moe_infinity.tools.planning.fit import fit
@@ -67,7 +67,7 @@ def test_a_gpu_takes_dense_weights_and_keys_and_host_memory_all_else(sizes, mach
     assert found.gpu.num_slots == 400  # 0.8 of 5 GB
     left = machine.ram - margin_of(int(machine.ram)) - machine.runtime
     assert (found.host.dense, found.host.kv) == (0, 0)
-    assert found.host.num_slots == left // 10**7
+    assert found.host.num_slots == int(left * FIXED_SHARE) // 10**7
 
 
 def test_a_gpu_too_small_for_the_dense_weights_is_refused(sizes, machine):
