@@ -103,7 +103,7 @@ class StepBytes:
         text = config.get_text_config(decoder=True)
         widths = _widths(text)
         both = FLOAT32_BYTES + item_bytes  # our kernels take a copy in float32
-        width = expert_params // (3 * widths.model)  # without a gate it is 2 F / 3
+        width = expert_params // (3 * max(widths.model, 1))  # without a gate it is 2 F / 3
         experts = FLOAT32_BYTES * top_k * 3 * (widths.model + width)
         rest = both * (3 * widths.model + 2 * widths.queries + widths.keys)
         is_fused = config._attn_implementation not in (None, "eager")

@@ -41,7 +41,13 @@ from torch import Tensor
 from moe_infinity.memory import threads
 from moe_infinity.memory.threads import ReadThreads
 from moe_infinity.server.cache_bytes import CacheBytes
-from moe_infinity.system.files import create_new, make_private_folder, name_beside
+from moe_infinity.system.files import (
+    create_new,
+    make_private_folder,
+    name_beside,
+    open_no_link,
+)
+from moe_infinity.system.threads import keep_running
 
 logger = logging.getLogger(__name__)
 FOLDER_NAME = re.compile(r"[0-9a-f]{32}")
@@ -159,7 +165,10 @@ class PromptStore:
         if self._is_off:
             return
         if self._writer is None:
-            self._writer = Thread(target=self._write_all, name="moe-infinity-store", daemon=True)
+            turns = (self._write_next, "the prompt store")
+            self._writer = Thread(
+                target=keep_running, args=turns, name="moe-infinity-store", daemon=True
+            )
             self._writer.start()
         with suppress(Full):  # the next turn offers it again
             self._queue.put_nowait((wanted, parts))
@@ -176,17 +185,17 @@ class PromptStore:
 
     # for the thread that writes
 
-    def _write_all(self) -> None:
-        while not self._closing.is_set():
-            try:
-                wanted = self._queue.get(timeout=1.0)
-            except Empty:
-                continue
-            if wanted is None:
-                return
-            with self._explaining("written"):
-                self._write_those(*wanted)
-            del wanted  # frees memory before the wait for the next
+    def _write_next(self) -> bool:
+        """Write what comes within a second. False at the end."""
+        try:
+            wanted = self._queue.get(timeout=1.0)
+        except Empty:
+            return not self._closing.is_set()
+        if wanted is None or self._closing.is_set():
+            return False
+        with self._explaining("written"):
+            self._write_those(*wanted)
+        return True
 
     def _write_those(self, wanted: dict[str, Kept], parts: CacheBytes) -> None:
         """The last counts as used first, so that nothing is deleted before what is behind it."""
@@ -289,8 +298,7 @@ class _Reading:
 
     def run(self) -> None:
         """Raises OSError or Damaged."""
-        flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
-        with os.fdopen(os.open(self.path, flags), "rb") as opened:
+        with os.fdopen(open_no_link(self.path), "rb") as opened:
             found = os.fstat(opened.fileno())
             is_ours = stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid()
             if not is_ours or found.st_mode & 0o077 or found.st_size > MOST_FILE_BYTES:

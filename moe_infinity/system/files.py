@@ -96,6 +96,14 @@ def open_past_cache(path: Path) -> PositionalFile | None:
         return None
 
 
+def open_no_link(path: Path) -> int:
+    """A descriptor of a file to read, which is no link, and no pipe that one waits for. Raises
+    OSError.
+    """
+    flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+    return os.open(path, flags)
+
+
 def create(path: Path) -> PositionalFile:
     """A new file to write, in place of what had this name."""
     return PositionalFile(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | BINARY, 0o644))

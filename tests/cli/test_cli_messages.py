@@ -187,7 +187,7 @@ def test_a_system_without_proc_is_said(command, tiny_checkpoint, monkeypatch, tm
     monkeypatch.setattr(psutil, "PROCFS_PATH", str(tmp_path))
     outcome = command("run", tiny_checkpoint, "-p", "w5")
     assert outcome.code == 1
-    assert outcome.said("error: the system does not say how much memory is free")
+    assert outcome.said("error: the system does not say how much memory there is")
 
 
 @pytest.mark.parametrize("error", [MemoryError(), RuntimeError("can't start new thread")])

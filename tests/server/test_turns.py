@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,7 +25,8 @@ def waiting(client: str, num_tokens: int = 1) -> Any:
 
 
 def seats_of(engine: Any) -> dict[str, int]:
-    return dict(engine._seats())
+    seated = (*engine._prefilling, *engine._decoding)
+    return dict(Counter(sequence.request.client for sequence in seated))
 
 
 def test_another_client_gets_a_seat_in_the_next_step(moe):
@@ -65,7 +67,10 @@ def test_whoever_gave_a_seat_away_goes_on_where_it_was(moe):
 
 def test_who_comes_back_to_a_batch_begins_anew_for_the_recorder_alone(moe):
     engine = make_engine(moe, max_batch=3)
-    owners: list[Any] = [SimpleNamespace(seat=0, is_known=True), SimpleNamespace(seat=2)]
+    owners: list[Any] = [
+        SimpleNamespace(seat=0, is_known=True, ids=[1]),
+        SimpleNamespace(seat=2, ids=[1]),
+    ]
     owners[1].is_known = False
     step = engine._passes._step(Phase.DECODE, owners, [5, 6])
     assert step.begins_B.tolist() == [False, False, True]
