@@ -4,7 +4,9 @@ them: reading weights from the GPU's memory, multiplying with them, or copying m
 
 from __future__ import annotations
 
+import cProfile
 import json
+import pstats
 import statistics
 import time
 import zlib
@@ -164,6 +166,7 @@ def measure(
             compare(check, tokens, told)
         if is_profiled:
             add_kernels(check, moe, folder, ids, step.share, told)
+            add_functions(check, moe, ids, told)
         moe.check_invariants()
 
 
@@ -215,13 +218,31 @@ def add_kernels(
     check.add("kernels that take most", json.dumps(dict(most)), **told)
 
 
+def add_functions(check: Check, moe: MoE, ids: Tensor, told: dict[str, Any]) -> None:
+    """Milliseconds a token of the Python functions that take most themselves, under a profiler,
+    which makes all of them slower.
+    """
+    profiler = cProfile.Profile()
+    profiler.enable()
+    generate(moe, ids, check.num_tokens)
+    profiler.disable()
+    found = pstats.Stats(profiler).stats  # type: ignore[attr-defined]
+    own_s = {
+        f"{Path(file).name}:{line} {name}": s for (file, line, name), (_, _, s, *_) in found.items()
+    }
+    most = sorted(own_s.items(), key=itemgetter(1), reverse=True)[:24]
+    ms = {name: round(1e3 * s / check.num_tokens, 3) for name, s in most}
+    check.add("functions that take most", json.dumps(ms), **told)
+
+
 def measure_stock(
-    check: Check, folder: Path, shape: Shape, *, way: str, share: float = 1.0, **options: Any
-) -> None:
+    check: Check, folder: Path, shape: Shape, *, way: str, share: float = 1.0,
+    requests: Sequence[tuple[int, int]] = ((1, PROMPT),), **options: Any,
+) -> None:  # fmt: skip
     """transformers alone, with these options of generate(); with a share of the experts on the GPU
     by accelerate.
     """
-    told = {"model": shape.name, "layers": shape.layers, "way": way, "batch": 1}
+    told: dict[str, Any] = {"model": shape.name, "layers": shape.layers, "way": way}
     if share < 1.0 and (check.is_fake or find_spec("accelerate") is None):
         check.add("token", "left out: needs accelerate and a GPU", **told)
         return
@@ -235,12 +256,18 @@ def measure_stock(
     )
     if not loading:
         model.to(check.device)
-    ids = token_ids(shape.config.vocab_size, 1, PROMPT, seed=1).to(check.device)
-    for _ in range(2):  # the first one compiles
-        clock = Clock(check)
-        generate(model, ids, check.num_tokens, clock, **options)
-    used = Used(1, shape.active_share, (1 - share) * sizes["experts"], share)
-    check.add("token", clock.token_ms, "ms", bound_of(check, folder, shape, used), **told)
+    for batch, length in requests:
+        told |= {"batch": batch, "prompt": length}
+        ids = token_ids(shape.config.vocab_size, batch, length, seed=1).to(check.device)
+        for _ in range(2):  # the first one compiles
+            clock = Clock(check)
+            generate(model, ids, check.num_tokens, clock, **options)
+        told_by_time = ("first token", clock.first_ms), ("token", clock.token_ms)
+        for name, ms in told_by_time:
+            tokens = batch * (length if name == "first token" else 1)
+            used_share = 1 - (1 - shape.active_share) ** tokens  # as if routing were random
+            used = Used(tokens, used_share, (1 - share) * sizes["experts"], share)
+            check.add(name, ms, "ms", bound_of(check, folder, shape, used), **told)
 
 
 class WithoutText:

@@ -35,7 +35,7 @@ TESTS_OF_GRAPHS = {
     "graphs, tests of kernels": (["tests/gpu", "-m", "triton", "-n", "12"], 180),
 }
 ALL: dict[str, Any] = {"device_memory": "100%"}
-BATCHES, PROMPTS = (8, 9, 16, 32), (128, 2048, 8192)
+BATCHES, PROMPTS = (2, 4, 8, 16), (128, 2048, 8192)
 DECIDES: dict[str, dict[str, Any]] = {  # who, and why
     "host": HOST,
     "host, which prefetches": {"prefetch": True, **HOST},
@@ -83,7 +83,7 @@ def time(carried: Path, *, is_fake: bool) -> list[Stage]:
     by_torch = partial(measure, way="exact", exact=True, **ALL)
     graphs = partial(measure, way="graphs", is_profiled=True, **ALL, **GRAPHS)
     more_graphs = partial(measure, way="graphs, other requests", requests=requests, **ALL, **GRAPHS)
-    stock = partial(measure_stock, way="transformers")
+    stock = partial(measure_stock, way="transformers", requests=[(1, PROMPT), *requests])
     static = partial(measure_stock, way="transformers, compiled", cache_implementation="static")
     return [
         MACHINE,
@@ -91,11 +91,11 @@ def time(carried: Path, *, is_fake: bool) -> list[Stage]:
         Stage("8 layers", 40, profiled, few),
         Stage("8 layers by transformers", 25, stock, few),
         Stage("24 layers by transformers", 40, stock, many),
-        Stage("batches and prompts", 80, more, many),
+        Stage("batches and prompts", 60, more, few),
         Stage("8 layers, exact", 35, by_torch, few),
         Stage("24 layers by graphs", 70, graphs, many),
         Stage("8 layers by graphs", 40, graphs, few),
-        Stage("batches and prompts by graphs", 80, more_graphs, many),
+        Stage("batches and prompts by graphs", 60, more_graphs, few),
         Stage("8 layers by transformers, compiled", 90, static, few),
         Stage("24 layers by transformers, compiled", 120, static, many),
         Stage("a layer", 1, slopes),
@@ -135,7 +135,12 @@ def offloaded(carried: Path, *, is_fake: bool) -> list[Stage]:
     def add(what: str, needs_s: float, run: Callable[..., None], *of: Shape) -> None:
         stages.extend(Stage(f"{shape.name}, {what}", needs_s, run, shape) for shape in of)
 
-    add("all resident", 25, partial(measure, way="all resident", carried=carried, **ALL), *shapes)
+    add(
+        "all resident",
+        25,
+        partial(measure, way="all resident", carried=carried, **ALL, **GRAPHS),
+        *shapes,
+    )
     for cap in (8, 12, 24):
         for who, options in DECIDES.items():
             way = f"{cap} GB, {who}"

@@ -42,7 +42,7 @@ from moe_infinity.checkpoint.kind import load_tokenizer
 from moe_infinity.checkpoint.loading import LoadedModel, load_without_experts, signature_of
 from moe_infinity.config import OffloadConfig
 from moe_infinity.engine import hooks
-from moe_infinity.engine.build import build_experts
+from moe_infinity.engine.build import build_experts, warn_of_slow_experts
 from moe_infinity.engine.device import ComputeDevice
 from moe_infinity.engine.engine import LocalExperts
 from moe_infinity.engine.experts import Experts
@@ -99,6 +99,7 @@ class MoE:
             early_router = EarlyRouter(self.model, layers) if self.config.early_router else None
             try:
                 self._experts = self._build_experts(loaded, early_router)
+                warn_of_slow_experts(loaded.plan, self._experts.local)
             except BaseException:
                 loaded.reader.close()
                 raise

@@ -89,6 +89,12 @@ class ExpertsModule:
         """The names of all parameters of the experts in their module."""
         return [path for location in self.locations.values() for path in location.paths]
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """What its experts have been loaded to compute in."""
+        dtype: torch.dtype = getattr(torch, self.layout.params[0].dtype)
+        return dtype
+
     def connect(self, model: nn.Module, layer: MoeLayer) -> None:
         """Let the model's code call `layer` from now on."""
         self.adapter.connect(self, model, layer)

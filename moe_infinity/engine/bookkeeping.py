@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_infinity.cache.counters import Counters
+from moe_infinity.cache.policies import EvictionPolicy
 from moe_infinity.experts import ExpertKey, Ints, Routing, Step, without_gaps
 from moe_infinity.memory.tiers import SlotTier
 from moe_infinity.predict.predictor import Predictor
@@ -69,8 +70,8 @@ class Bookkeeping:
         ended = self.recorder.begin_step(step)
         if self.predictor is not None:
             self.predictor.begin_step(self.recorder.step, ended)
-        for tier in self.tiers:
-            tier.policy.begin_step(self.recorder.step)
+        for policy in self._policies():
+            policy.begin_step(self.recorder.step)
         counters = self.counters.of(step.phase)
         counters.steps += 1
         counters.tokens += step.num_counted
@@ -84,8 +85,12 @@ class Bookkeeping:
         step = replace(step, begins_B=np.zeros_like(step.begins_B))
         if self.predictor is not None:
             self.predictor.begin_step(step)
-        for tier in self.tiers:
-            tier.policy.begin_step(step)
+        for policy in self._policies():
+            policy.begin_step(step)
+
+    def _policies(self) -> list[EvictionPolicy]:
+        """The policies that may have to choose who leaves: not of a tier with room for all."""
+        return [t.policy for t in self.tiers if t.table.num_slots < self.total_experts]
 
     def note_all_resident(self) -> None:
         """All experts are in memory and stay there: nothing has to be predicted any more."""
@@ -114,8 +119,8 @@ class Bookkeeping:
             counted_TK = self.recorder.record(moe_layer_idx, top_k_index_TK)
             if self.predictor is not None:
                 self.predictor.observe(moe_layer_idx, counted_TK)
-        for tier in self.tiers:
-            tier.policy.touch(moe_layer_idx, routing.activated, routing.counts)
+        for policy in self._policies():
+            policy.touch(moe_layer_idx, routing.activated, routing.counts)
 
     def note_lookups(self, keys: Sequence[ExpertKey]) -> None:
         """These experts are about to be looked up in the tier that computes."""

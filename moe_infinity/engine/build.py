@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from functools import partial
 
 import numpy as np
@@ -156,7 +155,6 @@ def _layer_path(
     if isinstance(tier.slots, DeviceSlots) and not config.is_exact:
         is_required = config.experts_implementation == "fast"
         use_kernel(plan, computers, tier.slots, is_required=is_required)
-    _warn_of_slow_experts(plan, computers)
     is_on_cpu = isinstance(tier.mover, Mover)
     prefetcher = None
     is_tried = config.prefetch is None and len(bookkeeping.tiers) == 1  # a GPU decides by itself
@@ -176,8 +174,9 @@ def _layer_path(
     )
 
 
-def _warn_of_slow_experts(plan: Plan, computers: Sequence[LayerComputer]) -> None:
+def warn_of_slow_experts(plan: Plan, local: LocalExperts) -> None:
     """Warn of packed experts that kernels would read if they were of another type."""
+    computers = local.path.computers
     slow = [recipes for recipes, own in zip(plan.recipes, computers, strict=True) if own.is_slow]
     if slow:
         weights = (w for recipes in slow for recipe in recipes.recipes for w in recipe.weights)

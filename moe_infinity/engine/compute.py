@@ -101,7 +101,13 @@ class LayerComputer:
             ("read by kernels", "unpacked") if recipes.is_packed else ("fast", "exact")
         )
         self.how = by_torch if self.by_kernels is None else by_kernels
-        self.is_slow = self._is_packed and not is_exact and self.by_kernels is None
+        self._is_exact = is_exact
+
+    @property
+    def is_slow(self) -> bool:
+        """True if each use unpacks the experts for want of a kernel that reads them."""
+        has_kernel = self.by_kernels is not None or self.by_slots is not None
+        return self._is_packed and not (self._is_exact or has_kernel)
 
     def note_state(self) -> None:
         """Note what the layer's modules are like, for which kernels compute."""
@@ -172,7 +178,7 @@ class Casts:
     """Notices the dtype that an experts module is cast to after loading, as by `half()`."""
 
     def __init__(self, layer: ExpertsModule) -> None:
-        self.loaded: torch.dtype = getattr(torch, layer.layout.params[0].dtype)
+        self.loaded = layer.dtype
         self._cast = torch.empty(0, dtype=self.loaded, device="cpu")
         self._apply: Callable[..., nn.Module] = layer.module._apply
         vars(layer.module)["_apply"] = self._apply_here_too

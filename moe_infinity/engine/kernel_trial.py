@@ -1,10 +1,12 @@
 """The trial of the kernel of experts on a GPU. When a model is loaded, the kernel and torch
-compute random experts in the slots themselves, and if they differ torch computes from then on.
+compute some experts in the slots themselves, and if they differ torch computes from then on. Plain
+experts are random numbers; packed ones, whose bits not all are numbers, come from the checkpoint.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -50,8 +52,11 @@ def use_kernel(
                 kernels, mlp.path, slots.address_of, num_experts=layer.num_experts
             )
             if mlp.path not in tried:
-                dtype = getattr(torch, layer.layout.params[0].dtype)
-                tried[mlp.path] = disagreement(backend, computer.by_torch, slots, dtype)
+                fill = partial(_fill_randomly, computer.by_torch, slots.device)
+                tried[mlp.path] = disagreement(
+                    backend, computer.by_torch, slots, layer.dtype, fill=fill,
+                    tolerance=TOLERANCES[layer.dtype],
+                )  # fmt: skip
             reason = tried[mlp.path]
             verdict = Found(backend) if reason is None else FellBack(reason)
         if is_required and isinstance(verdict, FellBack):
@@ -78,29 +83,41 @@ def pair_kernels(device: torch.device) -> PairKernels | None:
 
 @torch.no_grad()
 def disagreement(
-    backend: SlotBackend, by_torch: TorchBackend, slots: DeviceSlots, dtype: torch.dtype
+    backend: SlotBackend,
+    by_torch: TorchBackend,
+    slots: DeviceSlots,
+    dtype: torch.dtype,
+    *,
+    fill: Callable[[int], None],
+    tolerance: float,
 ) -> str | None:
     """Return why the kernel is not to be used: what it raised, or how far it is from torch. None if
-    both agree on random experts, which are left in the first slots.
+    both agree, but for `tolerance` of the norm of a token's output, on the experts that `fill` puts
+    into the first slots, in products of `dtype`.
     """
     num_experts = min(TRIED_EXPERTS, backend.num_experts, slots.num_slots)
-    generator = torch.Generator(slots.device).manual_seed(0)
     for slot_id in range(num_experts):
-        for weight in by_torch.weights_of(slot_id).values():
-            weight.normal_(generator=generator)
-            if weight.ndim > 1:
-                weight /= weight.shape[-1] ** 0.5
+        fill(slot_id)
+    generator = torch.Generator(slots.device).manual_seed(TRIED_EXPERTS)
     try:
         for num_tokens, size in TRIED:
             shape = num_tokens, backend.mlp.down.num_rows
             x_TD = torch.randn(shape, generator=generator, dtype=dtype, device=slots.device)
             distance = _distance(backend, by_torch, size * x_TD, num_experts)
-            if not distance <= TOLERANCES[dtype]:
+            if not distance <= tolerance:
                 return f"the kernel is {distance:.2g} away from torch with {num_tokens} tokens"
     except Exception as error:  # what a compiler or a driver raises
         first_line = str(error).partition("\n")[0]
         return f"the kernel raised {type(error).__name__}: {first_line}"
     return None
+
+
+def _fill_randomly(by_torch: TorchBackend, device: torch.device, slot_id: int) -> None:
+    generator = torch.Generator(device).manual_seed(slot_id)
+    for weight in by_torch.weights_of(slot_id).values():
+        weight.normal_(generator=generator)
+        if weight.ndim > 1:
+            weight /= weight.shape[-1] ** 0.5
 
 
 def _distance(

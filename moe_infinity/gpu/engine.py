@@ -12,21 +12,24 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from moe_infinity.architectures.adapters import ExpertCalls
-from moe_infinity.architectures.trial import Found
+from moe_infinity.architectures.trial import FellBack, Found, Verdict
+from moe_infinity.checkpoint.layer_recipes import ExpertLoader
 from moe_infinity.checkpoint.plan import Plan
 from moe_infinity.config import OffloadConfig
 from moe_infinity.engine.engine import LocalExperts, anonymous_step
 from moe_infinity.engine.expert_kernels import slot_layer
 from moe_infinity.engine.experts import Experts
+from moe_infinity.engine.kernel_trial import TOLERANCES, disagreement
 from moe_infinity.engine.slots import PairWork, SlotBackend
 from moe_infinity.errors import Cancelled, ConfigError, UnsupportedModelError
-from moe_infinity.experts import Ints, Routing, Step
+from moe_infinity.experts import ExpertKey, Ints, Routing, Step
 from moe_infinity.gpu.device_steps import DeviceSteps
 from moe_infinity.gpu.fused_modules import FusedModules
 from moe_infinity.gpu.graphed_step import GraphedStep, has_graphs
@@ -80,6 +83,9 @@ class DeviceExperts:
         """Begin a forward pass. The device decides in it if it can."""
         with self._local.deciding:
             self._note_coming()
+            bookkeeping = self._local.bookkeeping
+            if self._local.tiers[0].table.num_resident == bookkeeping.total_experts:
+                bookkeeping.note_all_resident()
             self._local.recover()
             may_decide = self.graphed.look() and not self._local.path.is_prefetching
             if may_decide and self.device_steps.begin_step(step):
@@ -239,19 +245,61 @@ def _build(
     local: LocalExperts, model: PreTrainedModel, plan: Plan, config: OffloadConfig
 ) -> DeviceExperts:
     """Raises ConfigError if the engine cannot work."""
-    pairs = zip(plan.layers, plan.recipes, strict=True)
-    described = [slot_layer(*pair, matrix_of=any_matrix) for pair in pairs]
-    found = [mlp.path for mlp in described if isinstance(mlp, Found)]
-    mlps = [mlp for mlp in found if not splits_words(mlp)]
     obstacles = list(_obstacles(local, model, config))
-    if len(mlps) < len(described):
-        obstacles.append("kernels do not read all of its experts")
+    mlps: list[SlotMlp] = []
+    if not obstacles:
+        kernels = kernels_for(local.tiers[0].slots.device)
+        verdicts = list(_kernel_verdicts(local, plan, kernels))
+        mlps = [verdict.path for verdict in verdicts if isinstance(verdict, Found)]
+        obstacles = sorted({v.reason for v in verdicts if isinstance(v, FellBack)})
     if obstacles:
         raise ConfigError(
             f"gpu_engine='graphs' cannot run this model: {', '.join(obstacles)}\n"
             "hint: gpu_engine='auto' runs it without"
         )
-    return DeviceExperts(local, model, plan, mlps, kernels_for(local.tiers[0].slots.device))
+    return DeviceExperts(local, model, plan, mlps, kernels)
+
+
+def _kernel_verdicts(
+    local: LocalExperts, plan: Plan, kernels: Kernels
+) -> Iterator[Verdict[SlotMlp]]:
+    """By MoE layer: how kernels read its experts, packed or not. What engine/kernel_trial.py has
+    not found to agree with torch is tried here, with experts of the checkpoint.
+    """
+    slots = local.tiers[0].slots
+    assert isinstance(slots, DeviceSlots), slots
+    tried: dict[SlotMlp, str | None] = {}
+    layers = zip(plan.layers, plan.recipes, local.path.computers, strict=True)
+    for moe_layer_idx, (layer, recipes, computer) in enumerate(layers):
+        mlp = slot_layer(layer, recipes, matrix_of=any_matrix)
+        if isinstance(mlp, FellBack):
+            yield mlp
+            continue
+        if splits_words(mlp.path):
+            yield FellBack("gate and up of its experts share words")
+            continue
+        if not isinstance(computer.verdict, Found) and mlp.path not in tried:
+            backend = SlotBackend(
+                kernels.pairs, mlp.path, slots.address_of, num_experts=layer.num_experts
+            )
+            tried[mlp.path] = disagreement(
+                backend,
+                computer.by_torch,
+                slots,
+                layer.dtype,
+                fill=partial(_fill, local.loader, moe_layer_idx, slots),
+                tolerance=TOLERANCES[torch.bfloat16],  # torch rounds to the dtype of scales
+            )
+        reason = tried.get(mlp.path)
+        yield mlp if reason is None else FellBack(reason)
+
+
+def _fill(loader: ExpertLoader, moe_layer_idx: int, slots: DeviceSlots, expert_idx: int) -> None:
+    """Read an expert into the slot of its own number."""
+    num_bytes = loader.recipes[moe_layer_idx].layout.slot_bytes
+    stored = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
+    loader.read(ExpertKey(moe_layer_idx, expert_idx), stored.numpy().data)
+    slots.tensor_of(expert_idx, num_bytes).copy_(stored)
 
 
 def _obstacles(local: LocalExperts, model: PreTrainedModel, config: OffloadConfig) -> Iterator[str]:
@@ -266,5 +314,3 @@ def _obstacles(local: LocalExperts, model: PreTrainedModel, config: OffloadConfi
         return
     if local.tiers[0].slots.device.type == "cuda" and not has_triton():
         yield "triton is not installed"
-    elif config.gpu_engine == "auto":
-        yield from {c.how for c in local.path.computers if not isinstance(c.verdict, Found)}

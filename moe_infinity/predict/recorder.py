@@ -64,8 +64,10 @@ class Recorder:
         counted_TK = (
             top_k_index_TK if self.step.counted_T is None else top_k_index_TK[self.step.counted_T]
         )
-        cells = (self._sequence_of_token_T[:, None], moe_layer_idx, counted_TK)
-        np.add.at(self._counts_BLE[self.step.phase], cells, 1)  # type: ignore[arg-type]  # its stubs forbid tuples
+        counts_BE = self._counts_BLE[self.step.phase][:, moe_layer_idx]
+        cells_TK = self._sequence_of_token_T[:, None] * self.num_experts + counted_TK
+        added = np.bincount(cells_TK.ravel(), minlength=counts_BE.size)
+        counts_BE += added.reshape(counts_BE.shape)
         if self._tokens is not None:
             self._tokens.record(moe_layer_idx, counted_TK)
         self._routing[moe_layer_idx] = counted_TK

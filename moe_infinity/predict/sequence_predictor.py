@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from moe_infinity.experts import Ints, Phase
+from moe_infinity.experts import Ints, Phase, counted
 from moe_infinity.predict.eamc import EamcMatch
 from moe_infinity.predict.tables import Feature, Floats, Knowledge, Stage, chances_of
 
 REQUEST_RATE = 0.06  # of the moving average of a request, per token
 KEPT = np.float32(1 - REQUEST_RATE)  # of that average, when a token comes
 ADDED = np.float32(REQUEST_RATE)  # to that average, by a token
+MOST_AVERAGED = 256  # tokens of a step; what earlier ones add is less than float32 can tell
 TAIL = 64  # tokens of a prompt, the last ones, that are learned from
 MATCH_EVERY = 8  # steps between two matches with the collection
 NUM_NEAREST = 5  # requests of the collection that are asked
@@ -153,6 +154,7 @@ class SequencePredictor:
 
     def _observe_many(self, recent_E: Floats, top_k_index_TK: Ints) -> None:
         """The moving average over a prompt."""
+        top_k_index_TK = top_k_index_TK[-MOST_AVERAGED:]
         age_T = np.arange(len(top_k_index_TK))[::-1]
         weight_T = REQUEST_RATE * (1 - REQUEST_RATE) ** age_T
         recent_E *= np.float32((1 - REQUEST_RATE) ** len(top_k_index_TK))
@@ -167,7 +169,7 @@ class SequencePredictor:
             match.observe_all(np.concatenate(one_token))
         else:
             for moe_layer_idx, top_k_index_TK in self._experts.items():
-                match.observe(moe_layer_idx, *np.unique(top_k_index_TK, return_counts=True))
+                match.observe(moe_layer_idx, *counted(top_k_index_TK))
         self._has_decoded |= self._phase is Phase.DECODE
 
     def learn(self, knowledge: Knowledge) -> None:

@@ -15,12 +15,13 @@ import torch
 
 from moe_infinity import MoE
 from moe_infinity.cache.activation_aware import ActivationAware
-from moe_infinity.engine import kernel_trial
 from moe_infinity.errors import ConfigError
 from moe_infinity.gpu import engine
 from moe_infinity.gpu.device_steps import DeviceSteps
 from moe_infinity.gpu.device_table import DeviceTable
 from moe_infinity.gpu.kernels import kernels_for
+from moe_infinity.kernels.triton import reference
+from moe_infinity.kernels.triton.slot_mlp import SlotMlp
 from tests.fake_cuda import FakeCudaDevice, fake_device
 from tests.gpu.fast_device import (
     CACHES,
@@ -38,6 +39,7 @@ from tests.on_device import (
     assert_same_tokens,
     greedy,
 )
+from tests.quantized_checkpoints import build
 from tests.server.driving import Client, generated, make_engine, run_all
 from tests.sweep.discover import architectures_in
 from tests.sweep.tiny import tiny_model
@@ -275,7 +277,7 @@ def test_what_it_cannot_work_with_is_an_error_with_a_hint(tiny_checkpoint, tmp_p
     )
     assert "its results are not exact" in refused(tiny_checkpoint, device(), exact=True)
     tiny_model(architectures_in("dbrx")[-1]).save_pretrained(tmp_path)
-    assert "kernels do not read all of its experts" in refused(tmp_path, device())
+    assert "more than an activation between two products" in refused(tmp_path, device())
 
 
 def test_a_gpu_has_graphs_where_the_model_allows_it(tiny_checkpoint, monkeypatch):
@@ -287,12 +289,25 @@ def test_a_gpu_has_graphs_where_the_model_allows_it(tiny_checkpoint, monkeypatch
 
     assert not is_driven_by_graphs()
     monkeypatch.setattr(engine, "has_graphs", lambda device: True)
-    assert not is_driven_by_graphs()  # no kernel was tried
-    monkeypatch.setattr(kernel_trial, "pair_kernels", lambda device: kernels_for(device).pairs)
     assert is_driven_by_graphs()
+    assert is_driven_by_graphs(expert_dtype="int8")  # its kernels are tried, too
     assert is_driven_by_graphs(host_memory="40%")
     assert is_driven_by_graphs(prefetch=True)
     assert not is_driven_by_graphs(exact=True)
     assert not is_driven_by_graphs(gpu_engine="host")
-    monkeypatch.setattr(kernel_trial, "disagreement", lambda *_: "it is far away")
+    monkeypatch.setattr(engine, "disagreement", lambda *_, **__: "it is far away")
     assert not is_driven_by_graphs()
+
+
+@pytest.mark.parametrize("name", ["fp8", "int4 symmetric", "mxfp4"])
+def test_kernels_that_read_packed_experts_wrongly_are_found_out(name, tmp_path, monkeypatch):
+    """By a trial with experts of the checkpoint, when it is loaded."""
+    folder = build(name, tmp_path)
+    compute_pairs = reference.compute_pairs
+
+    def one_row_is_wrong(mlp: SlotMlp, *given: Any) -> None:
+        compute_pairs(mlp, *given)
+        given[-1][:, 0] += 1
+
+    monkeypatch.setattr(reference, "compute_pairs", one_row_is_wrong)
+    assert "away from torch" in refused(folder, FakeCudaDevice())

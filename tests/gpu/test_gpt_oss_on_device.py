@@ -21,6 +21,7 @@ from moe_infinity.checkpoint.formats import find_format
 from moe_infinity.checkpoint.headers import Extent, Headers, StoredTensor
 from moe_infinity.checkpoint.plan import Plan, contents_of, plan_experts
 from moe_infinity.engine.expert_kernels import fused_layer, slot_layer
+from moe_infinity.gpu import engine
 from moe_infinity.gpu.device_steps import DeviceSteps
 from moe_infinity.gpu.kernels import kernels_for
 from moe_infinity.gpu.kernels.packed_matrix import PackedMatrix, any_matrix
@@ -147,6 +148,7 @@ def test_logits_are_those_of_transformers_and_what_is_wrong_is_seen(folder, monk
         return distance(found, stock)
 
     assert found() < 3e-5
+    monkeypatch.setattr(engine, "disagreement", lambda *_, **__: None)  # it sees most of them
     for change in WRONG.values():
         monkeypatch.setattr(
             reference,

@@ -8,6 +8,7 @@ import torch
 from moe_infinity import MoE
 from tests.gpu.fast_device import GRAPHS, experts_of
 from tests.gpu.recorded_graph import logits, without_graphs
+from tests.gpu.test_changed_modules import CHANGES, assert_own_code_runs
 from tests.on_device import BUDGETS, LONG_PROMPT, PROMPT, greedy
 from tests.sweep.discover import architectures_in
 from tests.sweep.tiny import tiny_model
@@ -75,3 +76,13 @@ def test_a_graph_of_each_kind_of_model_has_the_bits_of_no_graph(folder, tmp_path
     without, with_graph = found
     assert torch.equal(with_graph, without)
     assert (without - exact).abs().max() < 1e-3 * exact.abs().max()
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_a_model_that_is_changed_after_a_graph_runs_its_own_code(tiny_checkpoint, change):
+    options = {"device": "cuda", "device_memory": "30%", "dtype": "float32", "preload": "wait"}
+    with (
+        MoE(tiny_checkpoint, exact=True, **options) as exact,
+        MoE(tiny_checkpoint, **options, **GRAPHS) as graphed,
+    ):
+        assert_own_code_runs(change, exact, graphed)
