@@ -254,6 +254,7 @@ class MoE:
         if layers choose different numbers of experts, or if a layer's routing is not known yet.
         """
         with self._lock:
+            self._experts.synchronize()
             return self.engine.recorder.routing()
 
     # Preloading

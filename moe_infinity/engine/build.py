@@ -170,7 +170,7 @@ def _layer_path(
         prefetcher=prefetcher,
         early_router=early_router,
         stream=tier.mover.stream if config.stream_layers else None,
-        streams_while_computing=is_on_cpu,
+        is_on_cpu=is_on_cpu,
     )
 
 

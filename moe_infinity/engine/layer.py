@@ -33,8 +33,8 @@ from moe_infinity.predict.planner import Prefetcher
 
 # A prompt that activates this share of a layer's experts is taken to need all of the next layer's.
 STREAMED_SHARE = 0.75
-# A prompt checks for cancellation about every so many expert rows: every 0.1 to 0.5 s on two cores,
-# with experts of 9 MB in bf16.
+# On a CPU a prompt checks for cancellation about every so many expert rows: every 0.1 to 0.5 s on
+# two cores, with experts of 9 MB in bf16. A GPU computes a layer in less.
 STOPPABLE_ROWS = 512
 BEFORE_THE_FIRST = -1  # in place of the index of an MoE layer
 
@@ -61,7 +61,7 @@ class LayerPath:
         # Begins to load experts that a long prompt will need next and returns those that it began.
         # None: they are loaded when their layer asks for them.
         stream: Callable[[Sequence[ExpertKey]], Sequence[ExpertKey]] | None,
-        streams_while_computing: bool,  # not only after a layer has computed
+        is_on_cpu: bool,  # it streams while a layer computes, not only afterwards
     ) -> None:
         self.computers = computers
         self._table = tier.table
@@ -70,7 +70,7 @@ class LayerPath:
         self._prefetcher = prefetcher
         self._early_router = early_router
         self._stream = stream
-        self._streams_while_computing = streams_while_computing
+        self._is_on_cpu = is_on_cpu
         self._residents: dict[int, Residents | None] = {}  # filled once all experts have slots
 
     def run_layer(
@@ -132,13 +132,15 @@ class LayerPath:
         """Steps 2 to 6 for all tokens of a prompt. Streaming takes the place of step 4."""
         layer_idx = ongoing.moe_layer_idx
         waiting = self._begin_lookups(layer_idx, expert_idxs, Phase.PREFILL)
-        num_rows = max(int(np.sum(routing.counts)), 1)
-        group_size = max(len(waiting) * STOPPABLE_ROWS // num_rows, 1)
+        group_size = max(len(waiting), 1)
+        if self._is_on_cpu:
+            num_rows = max(int(np.sum(routing.counts)), 1)
+            group_size = max(len(waiting) * STOPPABLE_ROWS // num_rows, 1)
         while waiting:
             wave = self._table.next_wave(waiting, Phase.PREFILL)
             with self._table.holding(wave, Phase.PREFILL) as held:  # 2 look up
                 self._load_absent(layer_idx, held)  # 3 load
-                if len(wave) == len(waiting) and self._streams_while_computing:
+                if len(wave) == len(waiting) and self._is_on_cpu:
                     self._stream_next(layer_idx, len(routing.activated))
                 for group in self._arriving_groups(wave, group_size):
                     stop_if_cancelled()

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from moe_infinity.engine.slots import SlotWork
 from moe_infinity.experts import Routing
 from tests.gpu.fast_device import on_device
 from tests.on_device import PROMPT
@@ -23,9 +24,9 @@ def test_with_a_slot_for_each_expert_a_prompt_waits_for_no_routing(tiny_checkpoi
                 monkeypatch.setattr(Routing, "of", lambda *_: pytest.fail("waits for the device"))
             before = moe.report().prefill
             logits = moe.model(prompt).logits
-            moe._experts.synchronize()
+            routing = moe.last_routing()
             after = moe.report().prefill
-            found.append((logits, moe.engine.recorder.routing(), after.lookups - before.lookups))
+            found.append((logits, routing, after.lookups - before.lookups))
             assert is_waiting or after.hits - before.hits == after.lookups - before.lookups
     (first, first_routing, *first_count), (second, second_routing, *second_count) = found
     assert torch.equal(first, second)
@@ -45,3 +46,23 @@ def test_routing_that_comes_later_belongs_to_its_step(tiny_checkpoint):
         (eam,) = moe.request_eams()
         assert [trace.experts_TLK.shape[0] for trace in traces] == [PROMPT.shape[1] + 3]
         assert eam.prefill.sum() == PROMPT.shape[1] * traces[0].experts_TLK[0].size
+
+
+@torch.no_grad()
+def test_residents_of_a_layer_are_computed_together(tiny_checkpoint, monkeypatch):
+    """In one call, however long the prompt: on a GPU a call costs as much as many experts."""
+    given: list[int] = []
+    compute = SlotWork.compute
+
+    def noted(self, expert_idxs, slot_ids):
+        given.append(len(expert_idxs))
+        compute(self, expert_idxs, slot_ids)
+
+    prompt = torch.randint(3, 127, (1, 2000), generator=torch.Generator().manual_seed(0))
+    with on_device(tiny_checkpoint, "100%") as moe:
+        monkeypatch.setattr(SlotWork, "compute", noted)
+        moe.model(prompt)  # copies them, in a few groups
+        given.clear()
+        monkeypatch.setattr(type(moe._experts), "_pointers_of_residents", lambda *_: None)
+        moe.model(prompt)
+    assert given == [8, 8, 8]
