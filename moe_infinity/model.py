@@ -49,6 +49,7 @@ from moe_infinity.engine.experts import Experts
 from moe_infinity.engine.hooks import StepReader
 from moe_infinity.errors import Cancelled, ClosedError
 from moe_infinity.experts import Ints, Step, Tier
+from moe_infinity.memory.room import LEAST_TOKENS
 from moe_infinity.predict.eamc import RequestEam
 from moe_infinity.predict.history import History
 from moe_infinity.predict.predictor import check_policy
@@ -206,14 +207,16 @@ class MoE:
         ids = named.get("input_ids", named.get("inputs"))
         settings = named.get("generation_config") or self.model.generation_config
         is_set = settings.prefill_chunk_size is not None or "prefill_chunk_size" in named
-        if is_set or not isinstance(ids, torch.Tensor) or not can_be_cut(self.model.config):
+        uses_cache = named.get("use_cache", settings.use_cache) is not False
+        is_plain = isinstance(ids, torch.Tensor) and ids.ndim == 2 and uses_cache
+        if is_set or not is_plain or not can_be_cut(self.model.config):
             return {}
         num_sequences, length = ids.shape
         room = self.engine.room
         fitting = room.tokens_at_once(num_sequences * length, length, num_sequences * length)
-        if fitting >= num_sequences * length:
+        at_once = max(fitting // max(num_sequences, 1), LEAST_TOKENS)
+        if at_once >= length:
             return {}
-        at_once = max(fitting // num_sequences, 1)
         logger.info("memory has room for %d of the prompt's %d tokens at once", at_once, length)
         return {"prefill_chunk_size": at_once}
 

@@ -91,7 +91,7 @@ class ExpertsModule:
 
     @property
     def dtype(self) -> torch.dtype:
-        """What its experts have been loaded to compute in."""
+        """The dtype that its experts compute in, as they were loaded."""
         dtype: torch.dtype = getattr(torch, self.layout.params[0].dtype)
         return dtype
 

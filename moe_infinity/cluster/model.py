@@ -27,6 +27,7 @@ from moe_infinity.engine.slots import SlotWork
 from moe_infinity.errors import ConfigError
 from moe_infinity.experts import Routing, Step
 from moe_infinity.memory.device import DeviceSlots
+from moe_infinity.memory.room import ProcessMemory
 from moe_infinity.memory.slots import num_host_slots
 from moe_infinity.model import MoE
 
@@ -146,7 +147,7 @@ def build_with_hosts(
     placement = _placement(config)
     local_config = config
     if placement.is_one_machine and config.host_memory is None:  # share what is free
-        free = free_for_experts(plan, config)
+        free = free_for_experts(ProcessMemory(config.memory_bytes), plan)
         local_config = replace(config, host_memory=free // (config.expert_hosts + 1))
     hosts = _start(checkpoint, plan, reader, local_config, placement)
     try:
@@ -202,7 +203,7 @@ def _say_whether_it_pays(plan: Plan, config: ClusterConfig, exchange_s: float) -
         config.host_memory,
         slot_bytes=slot_bytes,
         num_experts=num_experts,
-        free_bytes=free_for_experts(plan, config),
+        free_bytes=free_for_experts(ProcessMemory(config.memory_bytes), plan),
     )
     token_s = len(plan.layers) * exchange_s
     costs = (

@@ -40,6 +40,7 @@ class Bookkeeping:
         self.exists_LE = np.array([[e < len(own) for e in range(num_experts)] for own in keys])
         self.local_LE = self.exists_LE if local_LE is None else local_LE
         self.predictor = predictor
+        self._predictor = predictor  # also while nothing has to be predicted
         self.recorder = Recorder(len(keys), num_experts)
         self.counters = Counters()
         self.activated: list[list[int]] = [[] for _ in keys]  # by each layer's last step
@@ -67,6 +68,8 @@ class Bookkeeping:
 
     def note_begin(self, step: Step) -> None:
         """A forward pass begins."""
+        if self.tiers[0].table.num_slots < self.total_experts:
+            self.predictor = self._predictor
         ended = self.recorder.begin_step(step)
         if self.predictor is not None:
             self.predictor.begin_step(self.recorder.step, ended)
@@ -78,10 +81,12 @@ class Bookkeeping:
 
     @contextmanager
     def set_aside(self) -> Iterator[None]:
-        """Inside, other steps run. The one under way goes on afterwards."""
+        """Inside, other steps may run. The one under way goes on afterwards."""
+        step = self.recorder.step
         with self.recorder.set_aside():
             yield
-        step = self.recorder.step
+            if self.recorder.step is step:  # none ran
+                return
         step = replace(step, begins_B=np.zeros_like(step.begins_B))
         if self.predictor is not None:
             self.predictor.begin_step(step)
@@ -93,7 +98,7 @@ class Bookkeeping:
         return [t.policy for t in self.tiers if t.table.num_slots < self.total_experts]
 
     def note_all_resident(self) -> None:
-        """All experts are in memory and stay there: nothing has to be predicted any more."""
+        """All experts are in memory: nothing has to be predicted while all have slots."""
         if not self._keeps_history:
             self.predictor = None
 

@@ -44,7 +44,9 @@ def build_experts(
 ) -> LocalExperts:
     """Build the experts of this process. Raises ConfigError for budgets that do not fit."""
     loader = ExpertLoader(plan.recipes, reader, plan.layers[0].num_experts)
-    bookkeeping = _bookkeeping(plan, loader, config, device_slots, local_LE)
+    memory = ProcessMemory(config.memory_bytes)
+    free_bytes = free_for_experts(memory, plan, computes_here=device_slots is None)
+    bookkeeping = _bookkeeping(plan, loader, config, device_slots, local_LE, free_bytes)
     is_mapped = isinstance(bookkeeping.tiers[-1].slots, MappedSlots)
     if is_mapped:
         loader.map_apart()
@@ -58,10 +60,10 @@ def build_experts(
         for layer, recipes in zip(plan.layers, plan.recipes, strict=True)
     }
     room = Room(
-        ProcessMemory(config.memory_bytes),
+        memory,
         plan.step_bytes if device_slots is None else None,
         bookkeeping.tiers[-1],
-        num_experts=bookkeeping.total_experts,
+        num_experts=bookkeeping.total_experts if local_LE is None else int(local_LE.sum()),
     )
     return LocalExperts(
         path=path,
@@ -74,11 +76,11 @@ def build_experts(
     )
 
 
-def free_for_experts(plan: Plan, config: OffloadConfig, *, computes_here: bool = True) -> int:
+def free_for_experts(memory: ProcessMemory, plan: Plan, *, computes_here: bool = True) -> int:
     """The bytes that are left for experts once the dense weights are loaded. `computes_here`: keys
     and activations are in the memory of the host, too, and slots give way to them.
     """
-    left = ProcessMemory(config.memory_bytes).left()
+    left = memory.left()
     if computes_here and linux.is_linux():
         return left - plan.step_bytes.from_the_start()
     return int(left * FIXED_SHARE)
@@ -90,6 +92,7 @@ def _bookkeeping(
     config: OffloadConfig,
     device_slots: DeviceSlots | None,
     local_LE: NDArray[np.bool_] | None,
+    free_bytes: int,
 ) -> Bookkeeping:
     """The tiers, and the bookkeeping of what happens in them."""
     num_experts = max(layer.num_experts for layer in plan.layers)
@@ -106,7 +109,7 @@ def _bookkeeping(
         device_slots,
         layer_slot_bytes=layer_slot_bytes,
         num_experts=sum(map(len, keys)) if local_LE is None else int(local_LE.sum()),
-        free_bytes=free_for_experts(plan, config, computes_here=device_slots is None),
+        free_bytes=free_bytes,
         bytes_in_place=lambda: sum(
             recipes.bytes_in_place(
                 len(own) if local_LE is None else int(local_LE[i].sum()), max(layer_slot_bytes)

@@ -88,7 +88,7 @@ class LocalExperts:
     def begin_step(self, step: Step) -> None:
         """Begin a forward pass. A decode step may begin loads for its first layers."""
         with self.deciding:
-            self.room.make(step)
+            self._make_room(step)
             self.path.begin_step()
             self.bookkeeping.note_begin(step)
             self._ongoing = OngoingStep(step, BEFORE_THE_FIRST, self._ongoing.is_unfinished)
@@ -98,6 +98,16 @@ class LocalExperts:
                 self.path.begin_decode(self._ongoing)
                 self._ongoing = OngoingStep(step, BEFORE_THE_FIRST, is_unfinished=False)
 
+    def _make_room(self, step: Step) -> None:
+        """Let slots give way to the step, or come back. Those that came back are filled again."""
+        table = self.tiers[-1].table
+        num_withdrawn = table.num_withdrawn
+        self.room.make(step)
+        thread = self._preload_thread
+        if table.num_withdrawn < num_withdrawn and thread is not None and not thread.is_alive():
+            self._preload_thread = None
+            self.start_preloading()
+
     def layer(
         self, moe_layer_idx: int, x_TD: Tensor, top_k_index_TK: Tensor, top_k_weights_TK: Tensor
     ) -> Tensor:
@@ -105,14 +115,14 @@ class LocalExperts:
         expert cannot be read, Cancelled if the caller has cancelled the prompt.
         """
         routing = Routing.of(top_k_index_TK, top_k_weights_TK)
-        if moe_layer_idx > 0:
-            self._let_others_run()
+        self._let_others_run(moe_layer_idx)
         work = self.path.computers[moe_layer_idx].begin(x_TD, routing)
         self.run_layer(moe_layer_idx, routing, routing.activated, work)
         return work.sum()
 
     def answer_calls(self, moe_layer_idx: int, routing: Routing, calls: ExpertCalls) -> None:
         """Answer the calls that a block makes of its experts. Raises as `layer` does."""
+        self._let_others_run(moe_layer_idx)
         work = self.path.computers[moe_layer_idx].answering(calls)
         self.run_layer(moe_layer_idx, routing, routing.activated, work)
 
@@ -245,8 +255,12 @@ class LocalExperts:
         finally:
             self._others = None
 
-    def _let_others_run(self) -> None:
-        if self._others is None or self.recorder.keeps_tokens or len(self.tiers) > 1:
+    def _let_others_run(self, moe_layer_idx: int) -> None:
+        """Before any layer of a prompt but the first."""
+        is_in_prompt = moe_layer_idx > 0 and self.recorder.step.phase is Phase.PREFILL
+        if self._others is None or not is_in_prompt:
+            return
+        if self.recorder.keeps_tokens or len(self.tiers) > 1:
             return
         ongoing = self._ongoing
         others, self._others = self._others, None
@@ -297,7 +311,7 @@ class LocalExperts:
                     self.is_preloaded = True  # nobody waits for what may come later
                     raise
                 self._ongoing = self._ongoing._replace(is_unfinished=False)
-            self.is_preloaded = not goes_on
+            self.is_preloaded = self.is_preloaded or not goes_on
             return goes_on
 
     # The end

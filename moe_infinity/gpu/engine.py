@@ -263,7 +263,7 @@ def _build(
 def _kernel_verdicts(
     local: LocalExperts, plan: Plan, kernels: Kernels
 ) -> Iterator[Verdict[SlotMlp]]:
-    """By MoE layer: how kernels read its experts, packed or not. What engine/kernel_trial.py has
+    """Say for each MoE layer how kernels read its experts, packed or not. What engine/kernel_trial.py has
     not found to agree with torch is tried here, with experts of the checkpoint.
     """
     slots = local.tiers[0].slots

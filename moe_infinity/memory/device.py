@@ -130,11 +130,6 @@ class SourceSlots(HostSlots):
         self._lock_chunk(slot_id // self._chunk_slots)
         return super().bytes_of(slot_id)
 
-    @property
-    def can_give_back(self) -> bool:
-        """Page-locked memory stays."""
-        return False
-
     def note_copy(self, slot_id: int, copy: Copy) -> None:
         """Keep the slot's bytes until this copy out of it is over."""
         self._copied_by[slot_id] = copy

@@ -15,9 +15,10 @@ from bisect import bisect
 from moe_infinity.errors import ConfigError
 from moe_infinity.experts import Phase, Step
 from moe_infinity.memory.needs import StepBytes
-from moe_infinity.memory.slots import MappedSlots
+from moe_infinity.memory.slots import HostSlots, MappedSlots
 from moe_infinity.memory.tiers import SlotTier
 from moe_infinity.sizes import format_bytes
+from moe_infinity.system import linux
 from moe_infinity.system.machine import available_memory_bytes, machine_memory_bytes, own_bytes
 
 logger = logging.getLogger(__name__)
@@ -74,6 +75,10 @@ class Room:
         self.memory = memory
         self.needs = needs
         self._tier = tier
+        # Those of a GPU are page-locked. Experts in the page cache leave by themselves.
+        self._can_give_back = (
+            needs is not None and isinstance(tier.slots, HostSlots) and linux.is_linux()
+        )
         self._num_experts = num_experts
         self._num_unseen = 0  # decode steps since the last look
         self._first_pass_bytes = min(FIRST_PASS_BYTES, memory.num_bytes // 16)
@@ -117,9 +122,10 @@ class Room:
         """Give back slots until so many bytes are free, and return how many more there were."""
         spare = self.left() - num_bytes
         num_slots = min(math.ceil(-spare / self._tier.slots.slot_bytes), self._num_movable)
-        if num_slots > 0 and self._tier.slots.can_give_back:
+        slots = self._tier.slots
+        if num_slots > 0 and self._can_give_back and isinstance(slots, HostSlots):
             slot_ids = self._tier.table.withdraw(num_slots)
-            self._tier.slots.give_back(slot_ids)
+            slots.give_back(slot_ids)
             given = format_bytes(len(slot_ids) * self._tier.slots.slot_bytes)
             logger.info("%s of experts make room for keys, values and activations", given)
         return spare
@@ -127,7 +133,7 @@ class Room:
     @property
     def _num_movable(self) -> int:
         slots = self._tier.slots
-        if not (slots.can_give_back or isinstance(slots, MappedSlots)):
+        if not (self._can_give_back or isinstance(slots, MappedSlots)):
             return 0
         least = max(slots.num_slots // LEAST_SLOTS_DIVISOR, 1)
         return max(self._tier.table.num_slots - least, 0)

@@ -17,7 +17,6 @@ from moe_infinity.errors import ConfigError
 from moe_infinity.experts import ExpertKey, ExpertLayout, MappedExpert, ParamSpec
 from moe_infinity.layout import view_of
 from moe_infinity.sizes import format_bytes, parse_size
-from moe_infinity.system import linux
 from moe_infinity.system.machine import machine_memory_bytes
 from moe_infinity.system.memory import address_of, give_back, huge_pages
 
@@ -49,15 +48,6 @@ class Slots(ABC):
     @abstractmethod
     def part_of(self, slot_id: int, spec: ParamSpec) -> Tensor:
         """uint8 [bytes]: a part of the expert in a slot."""
-
-    @property
-    def can_give_back(self) -> bool:
-        """True if the system may have the memory of single slots for a while."""
-        return False
-
-    def give_back(self, slot_ids: Sequence[int]) -> None:
-        """Let the system have the memory of these slots until they are filled again."""
-        raise NotImplementedError
 
 
 class BufferSlots(Slots):
@@ -99,11 +89,6 @@ class HostSlots(BufferSlots):
     def bytes_of(self, slot_id: int) -> memoryview:
         """The bytes of the slot, which may be written now."""
         return self.tensor_of(slot_id, self.slot_bytes).numpy().data
-
-    @property
-    def can_give_back(self) -> bool:
-        """True if the system may have the memory of single slots for a while."""
-        return linux.is_linux()
 
     def give_back(self, slot_ids: Sequence[int]) -> None:
         """Let the system have the memory of these slots until they are filled again."""

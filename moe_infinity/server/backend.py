@@ -42,7 +42,7 @@ class Backend:
     ) -> None:
         self.moe = moe
         self.engine = engine
-        self.reader = PromptReader(moe, config)
+        self.reader = PromptReader(moe, config, reads_whole=engine.reads_whole)
         self.names = config.names() or (name_of(moe.checkpoint),)
         self.created = int(time.time())
         self._config = config

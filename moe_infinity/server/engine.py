@@ -46,8 +46,6 @@ from moe_infinity.server.turns import SeatQueue, Seats, to_yield
 from moe_infinity.system.threads import keep_running
 
 logger = logging.getLogger(__name__)
-
-
 PRELOAD_GLANCE_S = 0.1  # between looks at whether experts are preloaded
 JOIN_TIMEOUT_S = 120.0  # a step may have to wait for a slow disk
 
@@ -66,6 +64,7 @@ class Engine:
         self.death: BaseException | None = None  # the error that ended the thread
         self._moe = moe
         self._passes = Passes(moe, self.config, store)
+        self.reads_whole = self._passes.reads_whole
         self._generation = Generation(moe.model)
         self._changed = threading.Condition()
         self._waiting = SeatQueue(self.config.max_queue)  # guarded by _changed, as the next two
@@ -316,6 +315,7 @@ class Engine:
             self._decode()
             if (beside := self._prefilling.next_beside()) is not None:
                 self._prefill(beside)
+                self._decode()
 
     def _begins_anew(self, sequence: Running) -> bool:
         """Queue a sequence whose next token the model computes without its cache."""

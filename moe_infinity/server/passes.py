@@ -61,6 +61,7 @@ class Passes:
         self.lengths = Lengths(moe.model)
         reason = why_not_in_parts(moe)
         self._can_chunk = reason is None
+        self.reads_whole = not self._can_chunk  # prompts are read in one pass, however long
         self._chunk = config.prefill_chunk
         self._max_gap = config.max_gap
         self._token_layer_s = 0.0  # of a prompt's token in a layer, of the last pass
@@ -151,7 +152,7 @@ class Passes:
         if sequence.request.reads_all or (self._num_seats > 1 and self._room.has_all):
             most = USUAL_TOKENS
         elif not (self._num_seats == 1 or is_alone):
-            in_time = self._max_gap / 2 / self._token_layer_s if self._token_layer_s else 0
+            in_time = self._max_gap / 3 / self._token_layer_s if self._token_layer_s else 0
             most = max(USUAL_TOKENS, int(in_time))
         fitting = self._room.tokens_at_once(num_left, length, most)
         if fitting == 0:
@@ -173,7 +174,7 @@ class Passes:
         if sequence.embedding is not None:
             with last_hidden_states(self._moe.model) as states:
                 logits_1V = self._forward(step, inputs)
-            sequence.embedding.add(states[0][0])
+            sequence.embedding.add(states[-1][0])  # other passes may have run inside
         else:
             logits_1V = self._forward(step, inputs)
         if request.echo:

@@ -14,7 +14,6 @@ from typing import Any
 from llguidance import LLMatcher
 from transformers import PreTrainedTokenizerBase
 
-from moe_infinity.architectures.attention_inputs import can_be_cut
 from moe_infinity.errors import CheckpointError
 from moe_infinity.model import MoE
 from moe_infinity.server.chat import ChatBody
@@ -68,12 +67,13 @@ class PromptReader:
     threads.
     """
 
-    def __init__(self, moe: MoE, config: ServeConfig) -> None:
+    def __init__(self, moe: MoE, config: ServeConfig, *, reads_whole: bool = False) -> None:
+        """`reads_whole`: a prompt is one pass, however long."""
         self.tokenizer = moe.tokenizer
         self._template = ChatTemplate(moe.tokenizer)
         self.format = MessageFormat(moe.tokenizer, moe.model)
         context = context_of(moe, config.max_context)
-        self.max_context = within_memory(moe, context)  # tokens of prompt and answer
+        self.max_context = within_memory(moe, context, reads_whole)  # tokens of prompt and answer
         self._max_prompts = config.max_queue
         self._max_new_tokens = config.max_new_tokens
         self._generation = Generation(moe.model)
@@ -337,9 +337,9 @@ def context_of(moe: MoE, wanted: int | None) -> int:
     return wanted
 
 
-def within_memory(moe: MoE, context: int) -> int:
+def within_memory(moe: MoE, context: int, reads_whole: bool) -> int:
     """The most tokens of prompt and answer, at most `context`, that memory has room for."""
-    most = moe.engine.room.most_tokens(context, is_whole=not can_be_cut(moe.model.config))
+    most = moe.engine.room.most_tokens(context, is_whole=reads_whole)
     if most < context:
         logger.warning(
             "prompt and answer may have %d tokens together: memory has no room for the keys and "

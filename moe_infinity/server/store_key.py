@@ -67,7 +67,9 @@ def key_of(moe: MoE) -> str:
         place_of_kernels().name,  # kernels, compiler and processor
         [type(moe.model).__name__, hashlib.sha256(Path(code or "").read_bytes()).hexdigest()],
         config,
-        [str(moe.model.dtype), str(moe.model.device), moe.config.is_exact, moe.config.gpu_engine],
+        [str(moe.model.dtype), str(moe.model.device)],
+        [moe.config.is_exact, moe.config.experts_implementation, moe.config.expert_dtype],
+        moe.config.gpu_engine,
         [_identity(file) for file in _weight_files(moe.checkpoint)],
     ]
     text = json.dumps(parts, sort_keys=True, default=str)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from moe_infinity import MoE
 from moe_infinity.errors import Cancelled
@@ -195,3 +197,76 @@ def test_an_answer_without_room_is_cut_and_says_so(few_slots, monkeypatch, caplo
     assert len(client.token_ids) < 60
     assert engine.counts.cut == 1
     assert "memory has no room for its keys and values" in caplog.text
+
+
+# What runs inside a pass leaves no trace in it
+
+
+def test_steps_without_others_are_noted_once(moe, monkeypatch):
+    begun: list[int] = []
+    monkeypatch.setattr(
+        type(moe.engine.bookkeeping.tiers[0].policy), "begin_step", lambda *_: begun.append(1)
+    )
+    engine = make_engine(moe, max_batch=3, max_gap=0.0, prefix_cache="off")
+    client = Client(engine, LONG, max_new_tokens=4)
+    run_all(engine, client)
+    assert len(begun) == 4, "one prompt and three tokens"
+
+
+def test_an_embedding_is_that_of_its_own_pass(moe, alone):
+    engine = make_engine(moe, max_batch=3, max_gap=0.0, prefix_cache="off")
+    expected = Client(engine, LONG, max_new_tokens=0, pooling="last")
+    run_all(engine, expected)
+    short = Client(engine, SHORT)
+    engine.step()
+    beside = Client(engine, LONG, max_new_tokens=0, pooling="last")
+    before = len(short.token_ids)
+    engine.step()
+    assert len(short.token_ids) > before + 1, "nobody went on inside"
+    run_all(engine, short, beside)
+    torch.testing.assert_close(embedding_of(beside), embedding_of(expected))
+    assert_same_answer(short, alone["short"])
+
+
+def embedding_of(client: Client) -> torch.Tensor:
+    return torch.tensor(client.outputs[-1].embedding)
+
+
+def test_after_a_short_prompt_was_read_beside_others_decode_again(moe, alone):
+    engine = make_engine(moe, max_batch=4, max_gap=0.0, prefix_cache="off")
+    first = Client(engine, SHORT)
+    engine.step()
+    long, short = Client(engine, LONG), Client(engine, OTHER)
+    before = len(first.token_ids)
+    engine.step()
+    num_layers = len(moe.engine.path.computers)
+    assert len(first.token_ids) == before + num_layers + 1
+    run_all(engine, first, long, short)
+    assert_same_answer(first, alone["short"])
+    assert_same_answer(short, alone["other"])
+
+
+def test_predictions_come_back_when_slots_give_way_and_slots_are_filled_again(
+    tiny_checkpoint, monkeypatch
+):
+    with MoE(tiny_checkpoint, host_memory="100%", dtype="float32", preload="wait") as moe:
+        moe.preload()
+        tokens = generated(moe, SHORT)
+        books = moe.engine.bookkeeping
+        tier = moe.engine.tiers[-1]
+        assert books.predictor is None, "all experts are resident"
+        with monkeypatch.context() as patched:
+            leave(moe, patched, -2 * tier.slots.slot_bytes)
+            moe.engine.room.keep_free(0)
+            assert tier.table.num_withdrawn == 2
+            assert generated(moe, SHORT) == tokens
+            assert books.predictor is not None
+        leave(moe, monkeypatch, 1 << 40)
+        while tier.table.num_withdrawn:
+            assert generated(moe, SHORT) == tokens
+        until = time.monotonic() + 10
+        while tier.table.num_resident < books.total_experts:
+            assert time.monotonic() < until, "they were not filled again"
+            time.sleep(0.01)
+        assert moe.is_ready
+        assert generated(moe, SHORT) == tokens
