@@ -263,8 +263,9 @@ def _build(
 def _kernel_verdicts(
     local: LocalExperts, plan: Plan, kernels: Kernels
 ) -> Iterator[Verdict[SlotMlp]]:
-    """Say for each MoE layer how kernels read its experts, packed or not. What engine/kernel_trial.py has
-    not found to agree with torch is tried here, with experts of the checkpoint.
+    """Say for each MoE layer how kernels read its experts, packed or not. What
+    engine/kernel_trial.py has not found to agree with torch is tried here, with experts of the
+    checkpoint.
     """
     slots = local.tiers[0].slots
     assert isinstance(slots, DeviceSlots), slots
