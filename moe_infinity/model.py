@@ -37,6 +37,7 @@ from numpy.typing import NDArray
 from moe_infinity.architectures.attention_inputs import can_be_cut
 from moe_infinity.architectures.early_router import EarlyRouter
 from moe_infinity.architectures.model_parts import bytes_by_type
+from moe_infinity.architectures.stored_embedding import row_bytes_by_type
 from moe_infinity.architectures.without_experts import COPIED, refuse, refuse_what_needs_experts
 from moe_infinity.checkpoint.kind import load_tokenizer
 from moe_infinity.checkpoint.loading import LoadedModel, load_without_experts, signature_of
@@ -133,6 +134,7 @@ class MoE:
                 device=self._device.device,
                 prepare=self._device.prepare,
                 reads_packed=self._device.reads_packed,
+                least_table_bytes=self._device.least_table_bytes,
                 on_bytes=on_bytes,
             )
 
@@ -311,6 +313,7 @@ class MoE:
             decode=counters.decode,
             startup_bytes_read=self._startup_bytes_read,
             dense_types=bytes_by_type(self.model),
+            row_types=row_bytes_by_type(self.model),
             prefetches=copy.copy(table.prefetches),
             preload=counters.preload,
             evictions=table.evictions,

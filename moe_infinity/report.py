@@ -64,6 +64,7 @@ class Report:
     decode: PhaseCounters
     startup_bytes_read: int  # headers and dense weights
     dense_types: dict[str, int]  # bytes in memory of all other weights, by type
+    row_types: dict[str, int]  # bytes of embeddings that are read by row from their files, by type
     prefetches: PrefetchCounters
     preload: PreloadCounters
     evictions: int
@@ -89,6 +90,7 @@ class Report:
             "bytes_read": self.bytes_read,
             "startup_bytes_read": self.startup_bytes_read,
             "dense_types": self.dense_types,
+            "row_types": self.row_types,
             "stall_s": self.stall_s,
             "prefetch": self.prefetches.as_dict()
             | {"coverage": self.prefetches.coverage(self.decode.misses)},
@@ -124,6 +126,9 @@ class Report:
             )
         sizes = [f"{kind} {format_bytes(size)}" for kind, size in self.dense_types.items()]
         lines.append(f"dense     {', '.join(sizes)}")
+        if self.row_types:
+            sizes = [f"{kind} {format_bytes(size)}" for kind, size in self.row_types.items()]
+            lines.append(f"read by row from the disk: embeddings of {', '.join(sizes)}")
         for i, path in enumerate(self.paths):
             lines.append(f"{'' if i else 'paths':8}  {path}")
         ahead = self.prefetches

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -37,8 +38,9 @@ from moe_infinity.checkpoint.headers import STORED_NAMES, StoredTensor, read_hea
 from moe_infinity.checkpoint.kind import Kind, find_kind
 from moe_infinity.checkpoint.packed_plan import PackedDense, find_packed_dense
 from moe_infinity.checkpoint.packing import PackedTensor
-from moe_infinity.checkpoint.plan import Contents, Plan, contents_of, plan_experts
+from moe_infinity.checkpoint.plan import Contents, Plan, contents_of, plan_experts, stored_bytes
 from moe_infinity.checkpoint.reader import Reader
+from moe_infinity.checkpoint.row_tables import Lookup, find_lookups
 from moe_infinity.errors import CheckpointError
 from moe_infinity.kernels import uint8_memory
 from moe_infinity.layout import WeightLayout
@@ -122,6 +124,7 @@ def load_without_experts(
     device: torch.device,
     prepare: Callable[[Plan, int], Plan],
     reads_packed: Callable[[WeightLayout], bool],
+    least_table_bytes: int | None,
     on_bytes: Callable[[int, int], None],
 ) -> LoadedModel:
     """The model of a folder, hub id or GGUF file with dense weights on `device` and experts on
@@ -129,14 +132,15 @@ def load_without_experts(
 
     Before dense weights are read, `prepare` is called with the plan and the bytes that they will
     take in memory; the plan that it returns is used. Packed dense weights that kernels read, as
-    `reads_packed` says, stay packed. `on_bytes` gets bytes of dense weights that were read, and of
+    `reads_packed` says, stay packed. Embeddings of so many bytes as `least_table_bytes` (None: any)
+    read their rows from the file. `on_bytes` gets bytes of dense weights that were read, and of
     all, from several threads. Raises UnsupportedModelError, CheckpointError.
     """
     kind = find_kind(checkpoint, config_from=config_from, trust_remote_code=trust_remote_code)
     if kind.gguf is None and Path(checkpoint).is_dir():
         checkpoint_files(Path(checkpoint))  # names a missing shard better than transformers does
     reader = Reader(num_threads=num_read_threads)
-    hook = _LoadHook(kind, reader, prepare, reads_packed, on_bytes)
+    hook = _LoadHook(kind, reader, prepare, reads_packed, least_table_bytes, on_bytes)
     try:
         with few_modules(checkpoint), _no_progress_bar():
             model, info = hook.offloading_class().from_pretrained(
@@ -153,6 +157,8 @@ def load_without_experts(
         for dense in hook.packed:
             dense.put_into(model, reader)
             hook.note_read()
+        for lookup in hook.lookups:
+            lookup.put_into(model, reader)
         if device != CPU:
             model.to(device)
     except (SafetensorError, UnpicklingError) as error:  # it opened a broken file before we could
@@ -193,15 +199,18 @@ class _LoadHook:
         reader: Reader,
         prepare: Callable[[Plan, int], Plan],
         reads_packed: Callable[[WeightLayout], bool],
+        least_table_bytes: int | None,
         on_bytes: Callable[[int, int], None],
     ) -> None:
         self.plan: Plan | None = None
         self.has_begun = False  # the model was built
         self.packed: list[PackedDense] = []  # to be loaded after the rest
+        self.lookups: list[Lookup] = []  # embeddings that are not loaded
         self._kind = kind
         self._reader = reader
         self._prepare = prepare
         self._reads_packed = reads_packed
+        self._least_table_bytes = least_table_bytes
         self._on_bytes = on_bytes
 
     def note_read(self) -> None:
@@ -239,11 +248,16 @@ class _LoadHook:
         """
         plan = plan_experts(model, contents)
         self.packed = find_packed_dense(model, plan, contents.rules, self._reads_packed)
+        if self._least_table_bytes is not None:
+            least = self._least_table_bytes
+            self.lookups = find_lookups(model, plan, contents.rules, least_bytes=least)
         for layer in plan.layers:
             _take_out_experts(model, layer)
         later = {f"{dense.linear}.weight" for dense in self.packed}
-        for name in later:
+        for name in later | {f"{lookup.name}.weight" for lookup in self.lookups}:
             _take_out(model, name)
+        for lookup in self.lookups:
+            del plan.dense[f"{lookup.name}.weight"]
         dense_bytes = sum(param.nbytes for param in model.parameters())
         self.plan = self._prepare(plan, dense_bytes + sum(one.num_bytes for one in self.packed))
         return {
@@ -332,7 +346,11 @@ def plan_from_headers(
             model = kind.model_class._from_config(kind.config, dtype=torch_dtype)
     except NO_MODEL as error:
         raise _unbuildable(checkpoint, error) from error
-    return plan_experts(model, _contents(kind, files, model, get_model_conversion_mapping(model)))
+    contents = _contents(kind, files, model, get_model_conversion_mapping(model))
+    plan = plan_experts(model, contents)
+    lookups = find_lookups(model, plan, contents.rules, least_bytes=sys.maxsize)
+    plan.row_bytes = stored_bytes(lookup.weight for lookup in lookups)
+    return plan
 
 
 def _take_out_experts(model: Any, layer: ExpertsModule) -> None:

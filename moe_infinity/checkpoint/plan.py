@@ -64,6 +64,7 @@ class Plan:
     packing: str | None  # how the checkpoint is quantized
     dense: dict[str, StoredTensor | PackedTensor]  # what belongs to no expert
     header_bytes: int  # read to know all this
+    row_bytes: int = 0  # of packed embeddings in `dense`, which a CPU reads by row
 
     @property
     def expert_bytes(self) -> int:

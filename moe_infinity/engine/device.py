@@ -22,11 +22,15 @@ from moe_infinity.memory.device import (
     num_device_slots,
     round_up,
 )
+from moe_infinity.memory.room import ProcessMemory
 from moe_infinity.sizes import format_bytes
 
 if TYPE_CHECKING:
     from moe_infinity.architectures.early_router import EarlyRouter
     from moe_infinity.architectures.small_batch import SmallBatchSteps
+
+
+TABLE_SHARE = 16  # of the memory: a larger embedding is looked up in its file
 
 
 def in_slots(plan: Plan, config: OffloadConfig) -> Plan:
@@ -84,6 +88,15 @@ class ComputeDevice:
             dense_bytes=dense_bytes,
         )
         return DeviceSlots(cuda_device, num_slots, slot_bytes)
+
+    @property
+    def least_table_bytes(self) -> int | None:
+        """From how many bytes on a plain embedding is not loaded, but looked up in its file: a
+        share of the memory. None: no embedding is, as on a GPU.
+        """
+        if self.device.type != "cpu":
+            return None
+        return ProcessMemory(self._config.memory_bytes).num_bytes // TABLE_SHARE
 
     def reads_packed(self, weight: WeightLayout) -> bool:
         """Return True if dense weights with this layout are multiplied as they are stored."""

@@ -82,7 +82,7 @@ def fit(
     kv = sizes.kv.of(context)
     gpu = _gpu_tier(sizes, machine, kv) if machine.gpu else None
     on_host = gpu is None  # dense weights and the KV cache
-    dense = sizes.dense_bytes if on_host else 0
+    dense = sizes.dense_bytes - sizes.row_bytes if on_host else 0
     beside = machine.ram - margin_of(int(machine.ram)) - machine.runtime - dense
     beside = beside - kv - sizes.pass_bytes if on_host else beside * FIXED_SHARE
     budget = max(int(beside), 0)
@@ -170,6 +170,7 @@ class ModelSizes:
     stored_bytes: int  # read from the disk for a load
     expert_params: int
     dense_bytes: int
+    row_bytes: int  # of these, embeddings that a CPU reads by row from the disk
     step_dense_bytes: int  # what a decode step reads of them: all but the input embeddings
     dense_params: int  # that multiply every token; without embeddings and head
     head_params: int
@@ -242,6 +243,7 @@ def _sizes(model: str, plan: Plan, folder: Path | None) -> ModelSizes:
             sum(prod(spec.shape) for spec in layer.layout.params) for layer in plan.layers
         ),
         dense_bytes=plan.dense_bytes,
+        row_bytes=plan.row_bytes,
         step_dense_bytes=plan.dense_bytes - unread,
         dense_params=sum(prod(weight.shape) for weight in others if len(weight.shape) > 1),
         head_params=sum(prod(weight.shape) for weight in (head or embedding).values()),

@@ -33,11 +33,12 @@ def _model(plan: RunPlan) -> list[str]:
     where = ", not on this machine: only headers were read" if sizes.folder is None else ""
     count = sizes.activated_params
     params = f"{count / 1e9:.2f} billion" if count >= 1e8 else f"{count / 1e6:.1f} million"
+    by_row = f", {format_bytes(sizes.row_bytes)} of them by row" if sizes.row_bytes else ""
     return [
         f"{sizes.model}: {sizes.architecture}{where}",
         f"  {sizes.num_layers} MoE layers of {sizes.num_experts} experts, {sizes.top_k} a token; "
         f"one expert {format_bytes(sizes.slot_bytes)}, all {format_bytes(sizes.expert_bytes)}",
-        f"  dense weights {format_bytes(sizes.dense_bytes)}; a token uses {params} "
+        f"  dense weights {format_bytes(sizes.dense_bytes)}{by_row}; a token uses {params} "
         f"parameters; {format_bytes(disk_bytes(sizes))} on disk",
     ]
 

@@ -69,7 +69,7 @@ def a_run(**changes: Any) -> FinishedRun:
     report = Report(
         policy="lru", experts="as stored, fast", prefill=PhaseCounters(misses=3, steps=1, tokens=2),
         decode=PhaseCounters(hits=6, late_hits=1, misses=1, steps=2, tokens=2),
-        startup_bytes_read=1, dense_types={}, prefetches=PrefetchCounters(),
+        startup_bytes_read=1, dense_types={}, row_types={}, prefetches=PrefetchCounters(),
         preload=Counters().preload, evictions=0, tiers=(TierOccupancy("host", 3, 4, 2048),),
         paths=(),
     )  # fmt: skip
