@@ -27,7 +27,7 @@ THE_SAME = {_TENSOR.data.__get__, Tensor.detach}
 WRITES = {Tensor.__setitem__, Tensor.set_, Tensor.resize_}
 
 
-class Rows(Protocol):
+class StoredRows(Protocol):
     """A weight [R, C] whose rows can be looked up."""
 
     @property
@@ -50,11 +50,11 @@ class StoredEmbedding(nn.Embedding):
     as scaling, goes on. Other readers of `weight` get all rows, anew each time.
     """
 
-    rows: Rows
+    rows: StoredRows
     dtype: torch.dtype
 
     @staticmethod
-    def take_over(embedding: nn.Embedding, rows: Rows, dtype: torch.dtype) -> None:
+    def take_over(embedding: nn.Embedding, rows: StoredRows, dtype: torch.dtype) -> None:
         """Let an embedding, whose parameter was taken out, look up `rows` from now on."""
         own = type(embedding)
         name = {"__module__": own.__module__, "__qualname__": own.__qualname__}

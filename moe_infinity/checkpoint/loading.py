@@ -154,11 +154,9 @@ def load_without_experts(
                 trust_remote_code=trust_remote_code,
             )
         _refuse_made_up_weights(checkpoint, info)
-        for dense in hook.packed:
-            dense.put_into(model, reader)
+        for stored in (*hook.packed, *hook.lookups):
+            stored.put_into(model, reader)
             hook.note_read()
-        for lookup in hook.lookups:
-            lookup.put_into(model, reader)
         if device != CPU:
             model.to(device)
     except (SafetensorError, UnpicklingError) as error:  # it opened a broken file before we could

@@ -56,7 +56,11 @@ class RowTable:
         read = dict(zip(absent, self._read(absent, dtype), strict=True))
         found = [read[row] if row in read else self._kept[row] for row in rows]
         self._keep(rows, found)
-        rows_UC = torch.stack(found) if found else torch.empty(0, self.num_columns, dtype=dtype)
+        rows_UC = (
+            torch.stack(found)
+            if found
+            else torch.empty(0, self.num_columns, dtype=dtype, device="cpu")
+        )
         return rows_UC[place].to(ids.device)
 
     def _is_absent(self, row: int, dtype: torch.dtype) -> bool:
@@ -86,7 +90,7 @@ class RowTable:
             ]
         )
         if isinstance(self._weight, PackedTensor):
-            rows_NC = torch.empty(len(rows), self.num_columns, dtype=dtype)
+            rows_NC = torch.empty(len(rows), self.num_columns, dtype=dtype, device="cpu")
             if len(rows):
                 self._weight.unpack_rows({self._role: stored}, rows_NC)
             return rows_NC
