@@ -154,9 +154,7 @@ def load_without_experts(
                 trust_remote_code=trust_remote_code,
             )
         _refuse_made_up_weights(checkpoint, info)
-        for stored in (*hook.packed, *hook.lookups):
-            stored.put_into(model, reader)
-            hook.note_read()
+        hook.put_into(model)
         if device != CPU:
             model.to(device)
     except (SafetensorError, UnpicklingError) as error:  # it opened a broken file before we could
@@ -215,6 +213,14 @@ class _LoadHook:
         """Report how many bytes of dense weights were read so far."""
         assert self.plan is not None
         self._on_bytes(self._reader.bytes_read, self.plan.dense_bytes)
+
+    def put_into(self, model: nn.Module) -> None:
+        """Give a loaded model the weights that stay packed, and those that stay on disk."""
+        for dense in self.packed:
+            dense.put_into(model, self._reader)
+            self.note_read()
+        for lookup in self.lookups:
+            lookup.put_into(model, self._reader)
 
     def offloading_class(self) -> Any:
         """The stock class with a load hook that leaves experts and packed linear layers on disk."""
