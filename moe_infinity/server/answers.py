@@ -249,13 +249,22 @@ class ChatAnswer(TextAnswer):
         self._messages = messages
         self._calls_one_function = calls_one_function
         self._new: list[Parts] = [Parts() for _ in requests]  # what the newest output added
+        self._num_reasoning = [0 for _ in requests]  # tokens, with those that begin a thought
+        self._num_shown = [0 for _ in requests]  # tokens up to what was shown last
 
     def add(self, index: int, output: Output) -> None:
         super().add(index, output)
         is_cut = output.finish == "length" or output.stop is not None
-        self._new[index] = self._messages[index].add(
-            output.text, is_last=output.is_last, is_cut=is_cut
-        )
+        new = self._messages[index].add(output.text, is_last=output.is_last, is_cut=is_cut)
+        self._new[index] = new
+        if new.reasoning:
+            self._num_reasoning[index] += output.num_generated - self._num_shown[index]
+        if new.reasoning or new.content or new.calls:
+            self._num_shown[index] = output.num_generated
+
+    def usage(self) -> dict[str, Any]:
+        details = {"reasoning_tokens": sum(self._num_reasoning)}
+        return super().usage() | {"completion_tokens_details": details}
 
     def first_chunks(self) -> list[str]:
         role = {"delta": {"role": "assistant", "content": ""}}

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag, ValidationError
 
 from moe_infinity.server.chat import ChatBody, Message
-from moe_infinity.server.efforts import Effort, Thinking
+from moe_infinity.server.efforts import BUDGETS, BudgetTokens, Effort, Thinking
 from moe_infinity.server.fields import (
     KEEPS_EMPTY,
     Body,
@@ -260,6 +260,7 @@ class CountTokensBody(RequestBody, Cacheable):
     tools: Items[ClientTool] | None = None
     tool_choice: Annotated[ToolChoice | NamedToolChoice, Field(discriminator="type")] | None = None
     thinking: Thinking | None = None
+    reasoning_budget_tokens: BudgetTokens | None = Field(None, validation_alias=BUDGETS)
     output_config: OutputConfig | None = None
     output_format: SchemaFormat | None = None  # what output_config.format was before
 
@@ -293,6 +294,8 @@ class CountTokensBody(RequestBody, Cacheable):
             fields["response_format"] = structure.for_chat()
         effort = None if self.thinking is None else self.thinking.effort()
         fields["reasoning_effort"] = effort if effort == "none" else config.effort or effort
+        fields["thinking"] = self.thinking
+        fields["reasoning_budget_tokens"] = self.reasoning_budget_tokens
         return fields
 
     @property

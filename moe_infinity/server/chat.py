@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AliasChoices, Field, model_validator
 
-from moe_infinity.server.efforts import EFFORTS, HINTS, Effort, StatedEffort, Thinking
+from moe_infinity.server.efforts import ReasoningFields, TemplateVariables
 from moe_infinity.server.fields import (
     KEEPS_EMPTY,
     ONLY_TEXT,
@@ -30,8 +30,6 @@ from moe_infinity.server.limits import LOGPROBS
 from moe_infinity.server.parts import MediaPart, Part, ThinkingPart
 from moe_infinity.server.protocol import GenerationBody
 from moe_infinity.server.refusals import BadRequest
-
-TemplateVariables = dict[str, str | int | float | bool | None]
 
 
 class CalledFunction(Body):
@@ -143,7 +141,7 @@ class GrammarFormat(Body):
     grammar: str
 
 
-class ChatBody(GenerationBody):
+class ChatBody(ReasoningFields, GenerationBody):
     messages: Annotated[Items[Message], Field(min_length=1)]
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
@@ -154,14 +152,9 @@ class ChatBody(GenerationBody):
     functions: Items[Function] | None = None
     function_call: Literal["none", "auto"] | FunctionName | None = None
     parallel_tool_calls: bool | None = None
-    reasoning_effort: Effort | None = None
-    reasoning: StatedEffort | None = None
-    thinking: Thinking | None = None
-    enable_thinking: bool | None = None
     # For the server's own use, without effect: prefixes are kept in any case.
     prompt_cache_key: Any = None
     safety_identifier: Any = None
-    chat_template_kwargs: TemplateVariables | None = None
     # In vLLM's words. An assistant's message at the end is continued unless one of them says no.
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -271,26 +264,6 @@ class ChatBody(GenerationBody):
             names = self.tool_choice.allowed_tools.names
             tools = [tool for tool in tools if tool["function"]["name"] in names]
         return tools or None
-
-    @property
-    def template_hints(self) -> dict[str, Any]:
-        """Variables of chat templates for how much a model reasons, by their HINTS."""
-        reasoning = self.reasoning or StatedEffort()
-        stated = (
-            self.reasoning_effort,
-            reasoning.effort,
-            EFFORTS[reasoning.enabled],
-            None if self.thinking is None else self.thinking.effort(),
-            EFFORTS[self.enable_thinking],
-        )
-        said = [effort for effort in stated if effort not in (None, "auto", "default")]
-        if not said:
-            return {}
-        effort = "none" if "none" in said else said[0]
-        known = {"none": "low", "minimal": "low", "xhigh": "high", "max": "high"}
-        thinks = effort != "none"
-        hint = known.get(effort, effort)
-        return dict(zip(HINTS, (hint, thinks, thinks), strict=True))
 
 
 def require_text(messages: Sequence[Message], param: str, *, is_continued: bool = False) -> None:

@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import AliasChoices, Field
 
 from moe_infinity.server.fields import Body
+from moe_infinity.server.limits import STOP_CHARACTERS
 
 # Of reasoning; the first two leave it to the model.
 Effort = Literal["auto", "default", "none", "minimal", "low", "medium", "high", "xhigh", "max"]
 EFFORTS = {True: "medium", False: "none", None: None}  # for who says only whether to reason
 # Variables of chat templates for how much a model reasons: gpt-oss has the first, Qwen and GLM the
-# second, DeepSeek the third.
-HINTS = ("reasoning_effort", "enable_thinking", "thinking")
+# second, DeepSeek the third, Seed-OSS the last. Clients set them for templates without them, too.
+SWITCHES = ("enable_thinking", "thinking")
+HINTS = ("reasoning_effort", *SWITCHES, "thinking_budget")
+# llama.cpp has the first two names, vLLM the third, Qwen's API the next.
+BUDGETS = AliasChoices(
+    "reasoning_budget_tokens", "thinking_budget_tokens", "thinking_token_budget",
+    "thinking_budget", "reasoning_budget",
+)  # fmt: skip
+# The most tokens of thoughts; -1: any number.
+BudgetTokens = Annotated[int, Field(ge=-1)]
+TemplateVariables = dict[str, str | int | float | bool | None]
+LastWords = Annotated[str, Field(max_length=STOP_CHARACTERS.most)]
 
 
 class StatedEffort(Body):
@@ -19,15 +33,79 @@ class StatedEffort(Body):
 
     effort: Effort | None = None
     enabled: bool | None = None
+    max_tokens: BudgetTokens | None = None
+    summary: Any = None  # without effect
 
 
 class Thinking(Body):
     """The choice to reason or not, as Anthropic, DeepSeek and Z.ai say it."""
 
     type: Literal["enabled", "disabled", "adaptive", "auto"]
-    # Without effect: no model here knows budgets, and reasoning is always shown.
-    budget_tokens: Any = None
-    display: Any = None
+    budget_tokens: BudgetTokens | None = None
+    display: Any = None  # without effect: reasoning is always shown
 
     def effort(self) -> str | None:
         return {"enabled": "medium", "disabled": "none"}.get(self.type)
+
+
+class ReasoningFields(Body):
+    """The fields of a chat request for how much to reason."""
+
+    reasoning_effort: Effort | None = None
+    reasoning: StatedEffort | None = None
+    thinking: Thinking | None = None
+    enable_thinking: bool | None = None
+    reasoning_budget_tokens: BudgetTokens | None = Field(None, validation_alias=BUDGETS)
+    reasoning_budget_message: LastWords | None = None  # of a thought that its budget ends
+    chat_template_kwargs: TemplateVariables | None = None
+
+    @property
+    def thought_budget(self) -> int | None:
+        """The most tokens of thoughts, 0 for none at all; None for any number."""
+        switches = [each for each in map(self._variables.get, SWITCHES) if isinstance(each, bool)]
+        thinks = all(switches) if switches else self._effort != "none"
+        return self._budget if thinks else 0
+
+    @property
+    def template_hints(self) -> dict[str, Any]:
+        """Variables of chat templates for how much a model reasons, by their HINTS."""
+        effort = "none" if self._budget == 0 else self._effort
+        budget = {} if self._budget is None else {"thinking_budget": self._budget}
+        if effort is None:
+            return budget
+        known = {"none": "low", "minimal": "low", "xhigh": "high", "max": "high"}
+        thinks = effort != "none"
+        return {
+            "reasoning_effort": known.get(effort, effort),
+            **dict.fromkeys(SWITCHES, thinks),
+        } | (budget)
+
+    @property
+    def _variables(self) -> Mapping[str, Any]:
+        return self.chat_template_kwargs or {}
+
+    @property
+    def _budget(self) -> int | None:
+        """The lowest of those that were given."""
+        in_template = self._variables.get("thinking_budget")
+        given = (
+            self.reasoning_budget_tokens,
+            None if self.reasoning is None else self.reasoning.max_tokens,
+            None if self.thinking is None else self.thinking.budget_tokens,
+            in_template if isinstance(in_template, int) else None,
+        )
+        return min((each for each in given if each is not None and each >= 0), default=None)
+
+    @property
+    def _effort(self) -> str | None:
+        """None if it is left to the model."""
+        reasoning = self.reasoning or StatedEffort()
+        stated = (
+            self.reasoning_effort,
+            reasoning.effort,
+            EFFORTS[reasoning.enabled],
+            None if self.thinking is None else self.thinking.effort(),
+            EFFORTS[self.enable_thinking],
+        )
+        said = [effort for effort in stated if effort not in (None, "auto", "default")]
+        return "none" if "none" in said else next(iter(said), None)

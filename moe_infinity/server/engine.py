@@ -103,7 +103,7 @@ class Engine:
             request.prompt_ids,
             request.max_new_tokens,
             stops=request.stop,
-            constraint=request.constraint,
+            constraints=request.constraints,
         )
         return Running(
             request,

@@ -14,12 +14,13 @@ from typing import Any
 import torch
 from transformers import (
     GenerationConfig,
+    LogitsProcessor,
     LogitsProcessorList,
     NoRepeatNGramLogitsProcessor,
 )
 
 from moe_infinity.errors import ConfigError
-from moe_infinity.server.sampling import Constraint, NoRepeatedNgrams, Penalties, Sampling
+from moe_infinity.server.sampling import NoRepeatedNgrams, Penalties, Sampling
 from moe_infinity.streaming import unstreamed
 
 COLDEST = 1e-28  # dividing logits by less overflows; one token has probability 1 long before
@@ -87,7 +88,7 @@ class Generation:
         max_new_tokens: int,
         *,
         stops: tuple[str, ...] = (),
-        constraint: Constraint | None = None,
+        constraints: Sequence[LogitsProcessor] = (),
     ) -> Settings:
         """Return the settings of an answer. Raises ValueError for a value that transformers does
         not take.
@@ -103,8 +104,7 @@ class Generation:
         processors: list[Any] = []
         if sampling.logit_bias or sampling.frequency_penalty or sampling.presence_penalty:
             processors.append(Penalties(sampling, len(prompt_ids)))
-        if constraint is not None:
-            processors.append(constraint)
+        processors += constraints
         return Settings(
             processors=self._processors(config, prompt_ids, processors),
             takes_likeliest=not config.do_sample,

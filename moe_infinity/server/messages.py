@@ -10,7 +10,7 @@ import json
 import logging
 import re
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,10 +19,12 @@ from transformers.cli.serving.utils import get_response_template
 from transformers.utils.chat_parsing import ResponseParser
 from transformers.utils.chat_parsing.response_templates import load_response_template
 
-from moe_infinity.server.grammars import THINK, answer_form_of, example_of
+from moe_infinity.server.grammars import THINK, AnswerForm, answer_form_of, example_of
+from moe_infinity.server.thoughts import ThoughtBudget, ThoughtForm
 
 logger = logging.getLogger(__name__)
 CALL_WITH_NAME = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
+THOUGHTS = ("thinking", "reasoning_content", "reasoning")  # names of the field
 THINKING = {"open": THINK[0], "close": THINK[1], "content": "text"}
 # By `model_type`, as their chat templates write messages.
 FORMATS: dict[tuple[str, ...], dict[str, Any]] = {
@@ -138,6 +140,7 @@ class MessageFormat:
         self.answer_form = answer_form_of(
             model.config.model_type, str(getattr(tokenizer, "chat_template", ""))
         )
+        self._thoughts = thought_form_of(fields, self.answer_form)
         # JSON is seen to be complete, where the token that ends it ends the answer.
         is_json = fields.get("tool_calls", {}).get("content") == "json"
         self._close = "" if is_json or self.answer_form is None else self.answer_form.calls.close
@@ -150,6 +153,21 @@ class MessageFormat:
         """Return True if a prompt ends with a tag behind which the model thinks."""
         text: str = self._tokenizer.decode(prompt_ids[-8:])
         return self.is_known and text.rstrip().endswith(THINK[0])
+
+    def budget(
+        self, prompt_ids: Sequence[int], num_tokens: int, *, message: str = "", has_grammar: bool
+    ) -> ThoughtBudget | None:
+        """Return a budget of thoughts for one answer to this prompt; None for a model whose
+        thoughts are not known. Under a grammar some models begin no thought by themselves.
+        """
+        has_begun = self.has_begun_reasoning(prompt_ids)
+        begins = self.answer_form is not None and self.answer_form.reasoning is not None
+        if self._thoughts is None or not (has_begun or begins or not has_grammar):
+            return None
+        return ThoughtBudget(
+            self._tokenizer, self._thoughts, num_tokens, prompt_ids,
+            has_begun=has_begun, message=message,
+        )  # fmt: skip
 
     def reads_calls(self, prompt_ids: Sequence[int], name: str) -> bool:
         """Return True if a call in the form that this kind of model writes is found as one."""
@@ -181,6 +199,19 @@ class MessageFormat:
             except (ValueError, KeyError, TypeError) as error:
                 logger.info("a prompt could not be parsed: %s", type(error).__name__)
         return MessageReader(parser, max_calls, self._marks, close=self._close.strip())
+
+
+def thought_form_of(
+    fields: Mapping[str, Any], answer_form: AnswerForm | None
+) -> ThoughtForm | None:
+    """Return how thoughts begin and end by the fields of a response template, if it says so."""
+    found = [fields[name] for name in THOUGHTS if name in fields]
+    if not found or not {"open", "close"} <= found[0].keys():
+        return None
+    marks = [found[0][name] for name in ("open", "close")]
+    begin, end = (each if isinstance(each, str) else each[0] for each in marks)
+    reasoning = None if answer_form is None else answer_form.reasoning
+    return ThoughtForm(begin, end, f"\n{end}" if reasoning is None else reasoning[1])
 
 
 def added_tokens_of(tokenizer: Any) -> dict[int, AddedToken]:
@@ -269,7 +300,7 @@ class MessageReader:
                     self._add_calls(value if isinstance(value, list) else [value], new)
                     self._unsure = ""
             elif kind == "region_chunk":
-                is_reasoning = event["field"] in ("thinking", "reasoning_content", "reasoning")
+                is_reasoning = event["field"] in THOUGHTS
                 new.reasoning += event["text"] if is_reasoning else ""
                 new.content += "" if is_reasoning else event["text"]
                 self._unsure = ""

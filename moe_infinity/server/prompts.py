@@ -46,6 +46,7 @@ from moe_infinity.server.rendering import TemplateRaised
 from moe_infinity.server.sampling import Constraint, Sampling
 from moe_infinity.server.sequences import Request
 from moe_infinity.server.templates import ChatTemplate
+from moe_infinity.server.thoughts import ThoughtBudget
 from moe_infinity.server.tokens import TextTokens
 
 logger = logging.getLogger(__name__)
@@ -126,7 +127,24 @@ class PromptReader:
         requests = self._requests(ids, body, max_tokens, param, grammar)
         is_known = self.format.is_known
         hidden_ids = self.format.hidden_ids
-        return [replace(each, has_special=is_known, hidden_ids=hidden_ids) for each in requests]
+        return [
+            replace(
+                each,
+                has_special=is_known,
+                hidden_ids=hidden_ids,
+                budget=self._budget(body, ids, has_grammar=grammar is not None),
+            )
+            for each in requests
+        ]
+
+    def _budget(self, body: ChatBody, ids: list[int], *, has_grammar: bool) -> ThoughtBudget | None:
+        """Return the budget of one answer's thoughts; None for any number of tokens."""
+        if body.thought_budget is None:
+            return None
+        message = body.reasoning_budget_message or ""
+        return self.format.budget(
+            ids, body.thought_budget, message=message, has_grammar=has_grammar
+        )
 
     def text_ids(self, text: str, param: str, *, has_special: bool = True) -> list[int]:
         """The token ids of a text, with those that the tokenizer puts around a text. Raises

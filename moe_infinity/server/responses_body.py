@@ -16,7 +16,7 @@ from moe_infinity.server.chat import (
     TextFormat,
     require_text,
 )
-from moe_infinity.server.efforts import Effort
+from moe_infinity.server.efforts import BUDGETS, BudgetTokens, StatedEffort
 from moe_infinity.server.fields import NOT_KEPT, Body, Items, ToolOfType, refused_field, short
 from moe_infinity.server.functions import AllowedTools
 from moe_infinity.server.limits import LOGPROBS, MESSAGES, METADATA
@@ -224,11 +224,6 @@ class AllowedChoice(AllowedTools):
         return {"type": self.type, self.type: {"mode": self.mode, "tools": tools}}
 
 
-class Reasoning(Body):
-    effort: Effort | None = None
-    summary: Any = None  # without effect
-
-
 class EventOptions(Body):
     include_obfuscation: Any = None  # without effect
 
@@ -249,7 +244,8 @@ class ResponsesBody(SampledBody):
         Annotated[dict[MetadataKey, MetadataValue], Field(max_length=METADATA.most)] | None
     ) = None
     parallel_tool_calls: bool | None = None
-    reasoning: Reasoning | None = None
+    reasoning: StatedEffort | None = None
+    reasoning_budget_tokens: BudgetTokens | None = Field(None, validation_alias=BUDGETS)
     # For the server's own use, without effect: prefixes are kept in any case.
     prompt_cache_key: Any = None
     safety_identifier: Any = None
@@ -279,7 +275,8 @@ class ResponsesBody(SampledBody):
             "tool_choice": choice.for_chat() if isinstance(choice, Body) else choice,
             "response_format": None if self.text is None else self.text.for_chat(),
             "parallel_tool_calls": self.parallel_tool_calls,
-            "reasoning_effort": None if self.reasoning is None else self.reasoning.effort,
+            "reasoning": self.reasoning,
+            "reasoning_budget_tokens": self.reasoning_budget_tokens,
             "add_generation_prompt": True,  # an answer at the end is complete
         }
         return ChatBody.model_validate(self.sampling_fields() | chat)

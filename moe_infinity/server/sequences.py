@@ -16,6 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 from torch.nn.functional import normalize
+from transformers import LogitsProcessor
 from transformers.cache_utils import DynamicCache
 
 from moe_infinity.detokenizer import UNFINISHED, Detokenizer
@@ -23,6 +24,7 @@ from moe_infinity.errors import MoEInfinityError
 from moe_infinity.server.generation import Settings
 from moe_infinity.server.prefix_tree import Branch
 from moe_infinity.server.sampling import ChosenToken, Constraint, Sampler, Sampling
+from moe_infinity.server.thoughts import ThoughtBudget
 
 
 class PartlySeen:
@@ -117,12 +119,18 @@ class Request:
     has_special: bool = False  # the text of special tokens is part of the answer's
     hidden_ids: frozenset[int] = frozenset()  # of tokens whose text is never part of it
     echo: bool = False  # the answer begins with the prompt
-    constraint: Constraint | None = None  # of the answer; no other request has the same object
+    # Of the answer; no other request has the same objects.
+    constraint: Constraint | None = None
+    budget: ThoughtBudget | None = None
     pooling: Pooling | None = None  # of the prompt's hidden states; None: no embedding
 
     @property
     def has_prompt_logprobs(self) -> bool:
         return self.echo and self.sampling.num_logprobs is not None
+
+    @property
+    def constraints(self) -> list[LogitsProcessor]:
+        return [each for each in (self.constraint, self.budget) if each is not None]
 
     @property
     def reads_all(self) -> bool:
