@@ -21,13 +21,16 @@ from moe_infinity.experts import ParamSpec
 
 NIBBLES = 8  # values of 4 bits in a word
 SCALES = ("float32", "bfloat16", "float16")
+FLOAT8 = "float8_e4m3fn"
 EXPONENTS = ("uint8", "float8_e8m0fnu")  # of two, 127 standing for 2 ** 0
 PLAIN = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}  # by kind
 KINDS = {dtype: kind for kind, dtype in PLAIN.items()}
+GROUP_OF_MXFP4 = 32  # columns that share a scale
+GROUP_OF_NVFP4 = 16
 WORDS = ("gptq", "gptq_v2", "awq")  # kinds that lie as [C, R], 8 values to a word
 
 Block = tuple[int, int]
-Parts = dict[str, Tensor]  # by role: values, scale, zeros, groups
+Parts = dict[str, Tensor]  # by role: values, scale, zeros, groups, global_scale
 Unpack = Callable[[Parts, Block | None, torch.dtype], Tensor]  # gives [R, C]
 
 
@@ -41,6 +44,7 @@ class WeightLayout:
     scale: ParamSpec | None = None
     zeros: ParamSpec | None = None  # words of 8 numbers of 4 bits, packed along rows
     groups: ParamSpec | None = None  # of every column the group, where they may be in any order
+    global_scale: ParamSpec | None = None  # one number for all values, beside their scales
     block: Block | None = None  # rows and columns that share a scale; None: see `groups`
     is_transposed: bool = False  # the experts' class has it as [C, R]; a plain kind lies so, too
     unpack: Unpack | None = field(default=None, compare=False, repr=False)  # None: a plain kind
@@ -56,7 +60,8 @@ class WeightLayout:
     def parts(self) -> dict[str, ParamSpec]:
         """The parts of the weight by role, without those that it lacks."""
         parts = {
-            "values": self.values, "scale": self.scale, "zeros": self.zeros, "groups": self.groups
+            "values": self.values, "scale": self.scale, "zeros": self.zeros, "groups": self.groups,
+            "global_scale": self.global_scale,
         }  # fmt: skip
         return {role: part for role, part in parts.items() if part is not None}
 
@@ -116,7 +121,7 @@ def block_of(weight: WeightLayout) -> Block | None:
     scales, or if the parts do not fit each other as kernels expect it.
     """
     scale = weight.scale
-    if scale is None or scale.dtype not in SCALES + EXPONENTS:
+    if scale is None or scale.dtype not in (*SCALES, *EXPONENTS, FLOAT8):
         return None
     rows, columns = weight.shape
     block = weight.block
@@ -134,8 +139,13 @@ def block_of(weight: WeightLayout) -> Block | None:
     else:
         zeros = -(-rows // NIBBLES), grid[1]
         fits = weight.zeros is None or block[0] == 1
-    fits &= scale.shape == grid or prod(scale.shape) == prod(grid) == 1
+    fits &= _without_ones(scale.shape) == _without_ones(grid)
     fits &= weight.zeros is None or weight.zeros.shape == zeros
     groups = weight.groups
     fits &= groups is None or (groups.shape, groups.dtype) == ((columns,), "int32")
     return block if fits else None
+
+
+def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The sizes that tell where a number lies."""
+    return tuple(size for size in shape if size != 1)

@@ -67,6 +67,74 @@ def pack_fp8_channel(weight: Tensor) -> Parts:
     return pack_fp8(weight, block=block, scale=".weight_scale", dtype=torch.bfloat16)
 
 
+def pack_fp8_scalar(weight: Tensor) -> Parts:
+    parts = pack_fp8_tensor(weight)
+    scalars = {name: parts[name].view(()) for name in (".weight_scale", ".input_scale")}
+    return parts | scalars
+
+
+def exponents_of(grouped: Tensor, largest: float) -> Tensor:
+    """Of the powers of two that make the values [..., group] at most the largest number."""
+    return (grouped.abs().amax(-1) / largest).clamp(min=2.0**-30).log2().ceil()
+
+
+def pack_mxfp8(weight: Tensor) -> Parts:
+    grouped = weight.float().unflatten(1, (-1, GROUP))
+    exponents = exponents_of(grouped, 448)
+    values = (grouped / 2 ** exponents[..., None]).flatten(1).to(torch.float8_e4m3fn)
+    return {".weight": values, ".weight_scale": (exponents + 127).to(torch.uint8)}
+
+
+def to_pairs(steps: Tensor) -> Tensor:
+    """Bytes of the nearest numbers of 4 bits, of [..., C]; the first column in the lower bits."""
+    distances = (steps.abs()[..., None] - torch.tensor(FP4_VALUES)).abs()
+    nibbles = distances.argmin(-1) + 8 * (steps < 0)
+    return (nibbles[..., 0::2] + 16 * nibbles[..., 1::2]).to(torch.uint8)
+
+
+def pack_mxfp4_pairs(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """[R, C / 2], and the exponents as bytes [R, C / 32]."""
+    grouped = weight.float().unflatten(1, (-1, GROUP))
+    exponents = exponents_of(grouped, 6)
+    pairs = to_pairs(grouped / 2 ** exponents[..., None]).flatten(1)
+    return pairs, (exponents + 127).to(torch.uint8)
+
+
+def pack_deepseek_v4(weight: Tensor) -> Parts:
+    pairs, exponents = pack_mxfp4_pairs(weight)
+    return {".weight": pairs.view(torch.int8), ".scale": exponents.view(torch.float8_e8m0fnu)}
+
+
+def pack_mxfp4_packed(weight: Tensor) -> Parts:
+    return dict(zip((".weight_packed", ".weight_scale"), pack_mxfp4_pairs(weight), strict=True))
+
+
+def pack_nvfp4(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """[R, C / 2], a float8 scale for each 16 columns, and what those are multiplied by."""
+    grouped = weight.float().unflatten(1, (-1, 16))
+    largest = grouped.abs().amax(-1)
+    factor = largest.max() / (6 * 448)
+    scales = (largest / 6 / factor).clamp(min=2.0**-9).to(torch.float8_e4m3fn)
+    pairs = to_pairs(grouped / (scales.float() * factor)[..., None]).flatten(1)
+    return pairs, scales, factor
+
+
+def pack_modelopt(weight: Tensor) -> Parts:
+    names = ".weight", ".weight_scale", ".weight_scale_2"
+    parts = dict(zip(names, pack_nvfp4(weight), strict=True))
+    return parts | {".input_scale": torch.tensor(0.01)}
+
+
+def pack_nvfp4_packed(weight: Tensor) -> Parts:
+    pairs, scales, factor = pack_nvfp4(weight)
+    return {
+        ".weight_packed": pairs,
+        ".weight_scale": scales,
+        ".weight_global_scale": 1 / factor.view(1),
+        ".input_global_scale": torch.ones(1),
+    }
+
+
 def to_nibbles(weight: Tensor, groups: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """Nibbles [R, C], zeros [R, G] and scales [R, G] of `dtype`; `groups` [C] is each column's."""
     grid = weight.shape[0], int(groups.max()) + 1
@@ -139,12 +207,9 @@ def pack_awq(weight: Tensor) -> Parts:
 def pack_mxfp4(weight: Tensor) -> Parts:
     """[E, C, R] -> blocks [E, R, C / 32, 16] and scales [E, R, C / 32]."""
     grouped = weight.float().transpose(1, 2).unflatten(2, (-1, GROUP))
-    exponents = (grouped.abs().amax(3) / 6).clamp(min=2.0**-30).log2().ceil()
-    steps = grouped / 2 ** exponents[..., None]
-    distances = (steps.abs()[..., None] - torch.tensor(FP4_VALUES)).abs()
-    nibbles = distances.argmin(-1) + 8 * (steps < 0)
-    blocks = nibbles[..., 0::2] + 16 * nibbles[..., 1::2]
-    return {"_blocks": blocks.to(torch.uint8), "_scales": (exponents + 127).to(torch.uint8)}
+    exponents = exponents_of(grouped, 6)
+    blocks = to_pairs(grouped / 2 ** exponents[..., None])
+    return {"_blocks": blocks, "_scales": (exponents + 127).to(torch.uint8)}
 
 
 # Checkpoints
@@ -154,7 +219,12 @@ def compressed_tensors_config(stored_format: str, **weights: Any) -> dict[str, A
     weights = {"block_structure": None, "dynamic": False, "symmetric": True} | weights
     group = {"targets": ["Linear"], "weights": weights, "input_activations": None}
     if weights["type"] == "float":
-        activations = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}
+        activations: dict[str, Any] = {
+            "num_bits": 8,
+            "type": "float",
+            "strategy": "token",
+            "dynamic": True,
+        }
         group["input_activations"] = activations | {"symmetric": True}
     return {
         "quant_method": "compressed-tensors", "format": stored_format,
@@ -165,6 +235,17 @@ def compressed_tensors_config(stored_format: str, **weights: Any) -> dict[str, A
 
 INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": GROUP}
 FP8 = {"num_bits": 8, "type": "float"}
+FP4 = {"num_bits": 4, "type": "float"}
+MX = {"strategy": "group", "group_size": GROUP, "scale_dtype": "torch.uint8"}
+NV = {"strategy": "tensor_group", "group_size": 16, "scale_dtype": "torch.float8_e4m3fn"}
+MODELOPT = {
+    "quant_method": "modelopt", "ignore": ["lm_head"], "quant_algo": "NVFP4",
+    "producer": {"name": "modelopt", "version": "0.47.0"},
+}  # fmt: skip
+DEEPSEEK_V4 = {
+    "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "scale_fmt": "ue8m0",
+    "weight_block_size": [128, 128],
+}  # fmt: skip
 DEEPSEEK = {
     "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",
     "weight_block_size": [128, 128], "modules_to_not_convert": ["lm_head", "mlp.gate"],
@@ -208,6 +289,20 @@ CHECKPOINTS: dict[str, Recipe] = {
             "float-quantized", strategy="block", **FP8 | {"block_structure": [128, 128]}
         ),
         lambda w: pack_fp8(w, block=(128, 128), scale=".weight_scale", dtype=torch.bfloat16),
+    ),
+    "fp8 of modelopt": (QWEN3_MOE, MODELOPT | {"quant_algo": "FP8"}, pack_fp8_scalar),
+    "mxfp8": (QWEN3_MOE, compressed_tensors_config("mxfp8-quantized", **FP8 | MX), pack_mxfp8),
+    "mxfp4 packed": (
+        QWEN3_MOE,
+        compressed_tensors_config("mxfp4-pack-quantized", **FP4 | MX),
+        pack_mxfp4_packed,
+    ),
+    "mxfp4 of deepseek-v4": (QWEN3_MOE, DEEPSEEK_V4, pack_deepseek_v4),
+    "nvfp4": (QWEN3_MOE, MODELOPT, pack_modelopt),
+    "nvfp4 packed": (
+        QWEN3_MOE,
+        compressed_tensors_config("nvfp4-pack-quantized", **FP4 | NV),
+        pack_nvfp4_packed,
     ),
     "gptq": (
         QWEN3_MOE,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from tests.quantized_checkpoints import (
 )
 
 LAST_SUFFIXES = (  # of the part that comes last in every weight
-    ".weight_scale_inv", ".weight_scale", ".weight_packed", ".qweight", "_blocks",
+    ".weight_scale_inv", ".weight_scale", ".weight_packed", ".qweight", "_blocks", ".scale",
 )  # fmt: skip
 
 
@@ -48,6 +49,32 @@ def unpack_fp8(parts: Parts, config: dict[str, Any]) -> Tensor:
         for j in range(scales.shape[1]):
             at = block_at(i, j, block)
             out[at] = (weight[at].float() * scales[i, j].float()).bfloat16()
+    return out
+
+
+def unpack_mxfp8(parts: Parts, config: dict[str, Any]) -> Tensor:
+    weight, exponents = parts[".weight"], parts[".weight_scale"].double() - 127
+    out = torch.zeros(weight.shape, dtype=torch.bfloat16)
+    for column in range(weight.shape[1]):
+        out[:, column] = weight[:, column].double() * 2.0 ** exponents[:, column // 32]
+    return out
+
+
+def unpack_pairs(parts: Parts, config: dict[str, Any]) -> Tensor:
+    """Two numbers of 4 bits to a byte, of all formats that have them so."""
+    table = torch.tensor([*FP4_VALUES, *(-value for value in FP4_VALUES)])
+    name = ".weight_packed" if ".weight_packed" in parts else ".weight"
+    pairs = parts[name].view(torch.uint8).int()
+    scales = parts[".weight_scale" if ".weight_scale" in parts else ".scale"]
+    if scales.dtype != torch.float8_e4m3fn:
+        scales = 2.0 ** (scales.view(torch.uint8).float() - 127)
+    factor = parts.get(".weight_scale_2", torch.ones(()))
+    divisor = parts.get(".weight_global_scale", torch.ones(()))
+    group = 2 * pairs.shape[1] // scales.shape[1]
+    out = torch.zeros(len(pairs), 2 * pairs.shape[1], dtype=torch.bfloat16)
+    for column in range(out.shape[1]):
+        nibbles = pairs[:, column // 2] // 16 ** (column % 2) % 16
+        out[:, column] = table[nibbles] * (scales[:, column // group].float() * factor / divisor)
     return out
 
 
@@ -110,14 +137,24 @@ def dequantized(folder: Path, into: Path) -> Path:
     config = json.loads((folder / "config.json").read_text())["quantization_config"]
     tensors = load_file(folder / "model.safetensors")
     for stem, parts in packed_weights(tensors).items():
-        method = "int4" if ".weight_packed" in parts else config["quant_method"]
-        unpack = unpack_int4 if method == "int4" else UNPACK.get(method, unpack_fp8)
+        unpack = _unpacker_of(parts, config["quant_method"])
         for suffix in parts:
             del tensors[stem + suffix]
         tensors[stem if "_blocks" in parts else stem + ".weight"] = unpack(parts, config)
     save_file(tensors, into / "model.safetensors", {"format": "pt"})
     edit_config(into, lambda c: {k: v for k, v in c.items() if k != "quantization_config"})
     return into
+
+
+def _unpacker_of(parts: Parts, method: str) -> Callable[[Parts, dict[str, Any]], Tensor]:
+    values = parts.get(".weight_packed", parts.get(".weight"))
+    if values is not None and values.dtype in (torch.uint8, torch.int8):
+        return unpack_pairs
+    if ".weight_packed" in parts:
+        return unpack_int4
+    if ".weight_scale" in parts and parts[".weight_scale"].dtype == torch.uint8:
+        return unpack_mxfp8
+    return UNPACK.get(method, unpack_fp8)
 
 
 def packed_weights(tensors: dict[str, Tensor]) -> dict[str, Parts]:

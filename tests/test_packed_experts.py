@@ -34,7 +34,12 @@ IDS = torch.arange(3, 3 + 12).view(1, 12) * 4 % 128
 WIDE = {"hidden_size": 256, "num_attention_heads": 4}  # as many columns as the kernels need
 # Largest difference of float32 logits, of the largest logit. The kernels do not round a weight to
 # the dtype of its scale, as unpacking does: 2 ** -9 for bfloat16, 2 ** -12 for float16.
-TOLERANCE = {"int4": 0.02, "gptq": 0.002, "awq": 0.002, "fp8": 1e-4, "mxfp4": 1e-4}
+TOLERANCE = {
+    "int4": 0.02,
+    "gptq": 0.002,
+    "awq": 0.002,
+    **dict.fromkeys(("fp8", "mxfp8", "mxfp4", "nvfp4"), 1e-4),
+}
 
 
 def kind_of(name: str) -> str:

@@ -36,7 +36,7 @@ def plain(folder) -> Path:
 
 def expert_bytes(folder: Path) -> int:
     """Of one expert of layer 0, as stored. What unpacking does not need is not counted."""
-    unneeded = (".weight_shape", ".input_scale")
+    unneeded = (".weight_shape", ".input_scale", ".input_global_scale")
     total = 0
     for name, tensor in read_headers([folder / "model.safetensors"]).tensors.items():
         if "layers.0.mlp.experts" not in name or name.endswith(unneeded):

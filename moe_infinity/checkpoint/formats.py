@@ -10,31 +10,32 @@ kernels/unpack.py. No transformers here.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from math import prod
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor
-
+from moe_infinity.checkpoint.float_formats import (
+    FLOATS,
+    MXFP4_OF_GPT_OSS,
+    NVFP4,
+    NVFP4_PACKED,
+    OF_ACTIVATIONS,
+    Measured,
+    fp8_format,
+    mxfp4_format,
+)
 from moe_infinity.checkpoint.packing import Format, PartFormat, PartShapes, Shape, WeightFormat
 from moe_infinity.errors import UnsupportedModelError
 from moe_infinity.kernels import unpack
-from moe_infinity.layout import NIBBLES, Block, Parts, Unpack
+from moe_infinity.layout import NIBBLES, Block, Unpack
 
-FLOATS = frozenset({"BF16", "F16", "F32"})
 INT32 = frozenset({"I32"})
 INDICES = frozenset({"I32", "I64"})
-FLOAT8 = frozenset({"F8_E4M3"})
 INT8 = frozenset({"I8"})
-BYTES = frozenset({"U8"})
-EXPONENTS = frozenset({"U8", "F8_E8M0"})
-OF_ACTIVATIONS = (
-    "input_scale", "input_zero_point", "input_global_scale", "activation_scale", "output_scale",
-    "output_zero_point", "k_scale", "v_scale",
+MODELOPT_ALGORITHMS = (
+    "FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "FP8_PB_REAL", "MXFP8", "NVFP4",
+    "W4A16_NVFP4", "NVFP4_AWQ", "MXFP4", "W4A8_MXFP4_FP8", "MIXED_PRECISION",
 )  # fmt: skip
 
 Config = Mapping[str, Any]
-Measured = tuple[Shape, Block | None] | None  # see WeightFormat.measure
 
 
 def find_format(quantization_config: Config) -> Format:
@@ -42,6 +43,10 @@ def find_format(quantization_config: Config) -> Format:
     UnsupportedModelError.
     """
     method = quantization_config.get("quant_method")
+    if str(method).startswith("modelopt") or (
+        method is None and _has_algorithm(quantization_config)
+    ):
+        method = "modelopt"
     if not isinstance(method, str) or method not in FORMATS:
         raise _unsupported(f"a checkpoint quantized with {method or 'an unnamed method'}")
     try:
@@ -63,19 +68,21 @@ def _require(method: str, config: Config, key: str, *allowed: object, default: o
         raise _unsupported(f"{method} with {key} {found!r}")
 
 
-# float8
+# Floats of 8 and 4 bits
 
 
 def _find_fp8(config: Config) -> tuple[WeightFormat, ...]:
-    """DeepSeek-V3 and Qwen3 as published, and AutoFP8's: weight_scale_inv, or weight_scale, is what
-    to multiply by.
+    """DeepSeek-V3's and Qwen3's, AutoFP8's and MXFP8: weight_scale_inv or weight_scale is what to
+    multiply by. DeepSeek-V4's experts have 4 bits, and its scales are called scale.
     """
     _require("fp8", config, "fmt", "e4m3", "float8_e4m3fn", default="e4m3")
     block = config.get("weight_block_size")
-    blocks = [] if block is None else [_block(block)]
+    blocks = [] if block is None else [_block(block), (1, 32)]
     return (
-        _fp8_format("fp8", "_scale_inv", FLOATS | EXPONENTS, blocks),
-        _fp8_format("fp8 of AutoFP8", "_scale", FLOATS, blocks),
+        *(fp8_format(suffix, blocks) for suffix in ("_scale_inv", "_scale")),
+        fp8_format(".scale", blocks, suffix=".weight"),
+        *(mxfp4_format("", suffix) for suffix in ("_scale_inv", "_scale")),
+        mxfp4_format(".weight", ".scale"),
     )
 
 
@@ -86,67 +93,36 @@ def _block(sizes: Sequence[int]) -> Block:
     return rows, columns
 
 
-def _fp8_format(
-    name: str, suffix: str, scale_dtypes: frozenset[str], blocks: list[Block]
-) -> WeightFormat:
-    def measure(shapes: PartShapes) -> Measured:
-        block = find_block(shapes["values"], shapes["scale"], blocks)
-        return (shapes["values"], block) if block else None
-
-    parts = PartFormat("values", "", FLOAT8), PartFormat("scale", suffix, scale_dtypes)
-    return WeightFormat(name, "fp8", parts, measure, _unpack_fp8, ignored=OF_ACTIVATIONS)
-
-
-def _unpack_fp8(parts: Parts, block: Block | None, dtype: torch.dtype) -> Tensor:
-    assert block is not None  # `measure` has found it
-    return unpack.fp8(parts["values"], parts["scale"], block, dtype)
-
-
-def find_block(shape: Shape, grid: Shape, configured: list[Block]) -> Block | None:
-    """Rows and columns that share a scale, the last of them possibly cut off by the edge: as
-    configured, or a row or the whole; if nothing is configured equal parts, as transformers takes
-    them.
+def _details(config: Config) -> Config:
+    """Return ModelOpt's entries about weights: in hf_quant_config.json they are under
+    "quantization", in config.json beside quant_method.
     """
-    if prod(grid) == 1:
-        return shape[0], shape[1]
-    if len(grid) != 2 or 0 in grid or 0 in shape:
-        return None
-    for block in configured:
-        if grid == (-(-shape[0] // block[0]), -(-shape[1] // block[1])):
-            return block
-    if configured and grid != (shape[0], 1):
-        return None
-    if shape[0] % grid[0] or shape[1] % grid[1]:
-        return None
-    return shape[0] // grid[0], shape[1] // grid[1]
+    found: Config = config.get("quantization", config)
+    return found
 
 
-# mxfp4
+def _has_algorithm(config: Config) -> bool:
+    details = _details(config)
+    return isinstance(details, Mapping) and "quant_algo" in details
 
 
-def _measure_mxfp4(shapes: PartShapes) -> Measured:
-    num_rows, num_groups, num_bytes = shapes["values"]
-    fits = shapes["scale"] == (num_rows, num_groups) and num_bytes == 16
-    return ((num_rows, 32 * num_groups), (1, 32)) if fits else None
-
-
-# gpt-oss as published: _blocks [E, R, G, 16] and _scales [E, R, G] give [E, 32 G, R].
-_MXFP4 = WeightFormat(
-    "mxfp4",
-    "mxfp4",
-    (PartFormat("values", "_blocks", BYTES), PartFormat("scale", "_scales", BYTES)),
-    _measure_mxfp4,
-    lambda parts, _, dtype: unpack.mxfp4(parts["values"], parts["scale"], dtype).t(),
-    num_dims=3,
-    is_transposed=True,
-)
+def _find_modelopt(config: Config) -> tuple[WeightFormat, ...]:
+    """ModelOpt's. Which weight has which format is told by its tensors."""
+    details = _details(config)
+    for each in (details, *(details.get("quantized_layers") or {}).values()):
+        algorithm = str(each.get("quant_algo")).upper()
+        if algorithm not in MODELOPT_ALGORITHMS:
+            raise _unsupported(f"modelopt with quant_algo {each.get('quant_algo')!r}")
+        if "NVFP4" in algorithm:
+            _require(f"modelopt {algorithm}", each, "group_size", 16, None, default=16)
+    return (NVFP4, fp8_format("_scale", []), mxfp4_format("", "_scale"))
 
 
 # compressed-tensors
 
 
 def _find_compressed_tensors(config: Config) -> tuple[WeightFormat, ...]:
-    """Any mix of the three formats; which weight has which is told by its tensors."""
+    """Any mix of the formats; which weight has which is told by its tensors."""
     blocks = []
     for group in config["config_groups"].values():
         weights = group.get("weights")
@@ -155,7 +131,8 @@ def _find_compressed_tensors(config: Config) -> tuple[WeightFormat, ...]:
         _check_compressed_weights(weights, group.get("format") or config.get("format"))
         if (block := weights.get("block_structure")) is not None:
             blocks.append(_block(block))
-    return _INT4, _INT8, _fp8_format("float-quantized", "_scale", FLOATS, blocks)
+    fp8 = fp8_format("_scale", blocks, name="float-quantized")
+    return _INT4, _INT8, fp8, NVFP4_PACKED, mxfp4_format("_packed", "_scale")
 
 
 def _check_compressed_weights(weights: Config, stored_format: object) -> None:
@@ -165,6 +142,9 @@ def _check_compressed_weights(weights: Config, stored_format: object) -> None:
         ("int", 8, "int-quantized"): ("channel",),
         ("float", 8, "float-quantized"): ("tensor", "channel", "block", None),
         ("float", 8, "naive-quantized"): ("tensor", "channel", "block", None),
+        ("float", 8, "mxfp8-quantized"): ("group", None),
+        ("float", 4, "nvfp4-pack-quantized"): ("tensor_group", None),
+        ("float", 4, "mxfp4-pack-quantized"): ("group", None),
     }
     if kind not in strategies:
         raise _unsupported("compressed-tensors {2} of type {0} with {1} bits".format(*kind))
@@ -172,7 +152,7 @@ def _check_compressed_weights(weights: Config, stored_format: object) -> None:
     _require(
         "compressed-tensors", weights, "actorder", None, False, "weight", "static", default=None
     )
-    if kind[1] == 8:
+    if kind[:2] != ("int", 4):
         _require(f"compressed-tensors {kind[2]}", weights, "symmetric", True, default=True)
 
 
@@ -220,7 +200,7 @@ _INT8 = WeightFormat(
 
 
 # What moe-infinity packs itself, by kind.
-PACKED_BY_US = {"int4": _INT4, "int8": _INT8, "fp8": _fp8_format("fp8", "_scale", FLOATS, [])}
+PACKED_BY_US = {"int4": _INT4, "int8": _INT8, "fp8": fp8_format("_scale", [])}
 
 
 # GPTQ and AWQ
@@ -324,12 +304,13 @@ class Method(NamedTuple):
 
 
 FORMATS = {
-    "fp8": Method("float8_e4m3fn with scales per block or per tensor", _find_fp8),
+    "fp8": Method("float8_e4m3fn with scales per block, row or tensor; 4-bit experts", _find_fp8),
     "mxfp8": Method("float8_e4m3fn with power-of-two scales", _find_fp8),
-    "mxfp4": Method("as gpt-oss is published", lambda config: (_MXFP4,)),
+    "mxfp4": Method("as gpt-oss is published", lambda config: (MXFP4_OF_GPT_OSS,)),
+    "modelopt": Method("NVFP4, FP8, MXFP8 and MXFP4 of ModelOpt", _find_modelopt),
     "compressed-tensors": Method(
         "pack-quantized int4 per group or channel, int-quantized int8 per channel, "
-        "float-quantized fp8",
+        "float-quantized fp8, mxfp8, nvfp4 and mxfp4",
         _find_compressed_tensors,
     ),
     "gptq": Method("4 bits, checkpoint_format gptq or gptq_v2", _find_gptq),

@@ -32,6 +32,7 @@ from moe_infinity.experts import COMPUTE_DTYPES
 from moe_infinity.printable import printable
 
 CHECKED_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json")
+OF_MODELOPT = "hf_quant_config.json"  # of older versions, which write nothing into config.json
 TOKENIZER_FILES = ("*token*", "tekken.json", "vocab.*")
 
 
@@ -201,6 +202,8 @@ def _packing_of(checkpoint: str, config: Any) -> Format | None:
             if getattr(part, key, None) is not None:
                 found = found or dict(getattr(part, key))
                 delattr(part, key)
+    if found is None and (file := _file_of(checkpoint, OF_MODELOPT)) is not None:
+        found = read_object(file)
     if found is None:
         return None
     try:

@@ -8,7 +8,7 @@ A Format is the formats of weights that may occur in one checkpoint; formats.py 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,8 @@ from moe_infinity.errors import CheckpointError
 from moe_infinity.experts import ParamSpec
 from moe_infinity.layout import Block, Parts, Unpack, WeightLayout
 
-PADDING = re.compile(r"padding\.\d+")  # with which our packer fills up pages
+# What our packer fills up pages with, and scales of a packed cache of keys and values.
+UNNEEDED = re.compile(r"padding\.\d+|.*\.(k|v|kv)_scale")
 
 UNPACKED_AT_ONCE = 1 << 17  # weights, in float32 half a megabyte
 
@@ -32,7 +33,7 @@ PartShapes = dict[str, Shape]  # by role, without the expert dimension
 class PartFormat:
     """One of the stored tensors that stand for a weight."""
 
-    role: str  # its field in WeightLayout: values, scale, zeros or groups
+    role: str  # its field in WeightLayout: values, scale, zeros, groups or global_scale
     suffix: str  # of its name
     dtypes: frozenset[str]  # it may be stored in
     is_optional: bool = False
@@ -80,13 +81,21 @@ class WeightFormat:
         first = self.parts[0]
         if not tensor.name.endswith(first.suffix):
             return None
-        if not first.suffix and tensor.stored_dtype not in first.dtypes:
-            return None  # without a suffix only the dtype tells them apart
+        if first.suffix == self.weight_suffix and tensor.stored_dtype not in first.dtypes:
+            return None  # called as the weight is: only the dtype tells them apart
         return tensor.name.removesuffix(first.suffix)
 
     def is_whole(self, base: str, tensors: Mapping[str, StoredTensor]) -> bool:
-        """Return True if all parts called `base...` are there that a weight needs."""
-        return all(part.is_optional or base + part.suffix in tensors for part in self.parts)
+        """Return True if all parts called `base...` are there that a weight needs, in dtypes that
+        they may have.
+        """
+        needed = [part for part in self.parts if not part.is_optional]
+        found = ((tensors.get(base + part.suffix), part.dtypes) for part in needed)
+        return all(part is not None and part.stored_dtype in dtypes for part, dtypes in found)
+
+    def num_present(self, base: str, tensors: Mapping[str, StoredTensor]) -> int:
+        """Return how many parts called `base...` there are."""
+        return sum(base + part.suffix in tensors for part in self.parts)
 
     def assemble(self, base: str, tensors: Mapping[str, StoredTensor]) -> PackedTensor:
         """The weight that the parts called `base...` stand for. Raises CheckpointError if one is
@@ -179,29 +188,45 @@ class Format:
         packed: dict[str, PackedTensor] = {}
         gone: set[str] = set()  # parts, and what unpacking does not need
         for tensor in tensors.values():
-            for weight_format, base in self._formats_of(tensor, tensors):
+            for weight_format, base in self._formats_of(tensor):
+                if not weight_format.is_whole(base, tensors):
+                    continue
                 weight = weight_format.assemble(base, tensors)
                 gone.update(part.name for _, part in weight.parts)
                 gone.update(_ignored(weight, tensors))
                 if weight.name in packed:
                     raise CheckpointError(f"{weight.name} is there packed in two ways")
                 packed[weight.name] = weight
-        gone.update(name for name in tensors if PADDING.fullmatch(name))
+        for name in sorted(tensors.keys() - gone):
+            self._refuse_half_a_weight(tensors[name], tensors)
+        gone.update(name for name in tensors if UNNEEDED.fullmatch(name))
         rest = {name: tensor for name, tensor in tensors.items() if name not in gone}
         for name in packed.keys() & rest.keys():
             raise CheckpointError(f"{name} is there packed and again as it is")
         self._refuse_stray_parts(packed, rest)
         return packed | rest
 
-    def _formats_of(
-        self, first: StoredTensor, tensors: Mapping[str, StoredTensor]
-    ) -> list[tuple[WeightFormat, str]]:
-        """The formats of which a tensor is the first part, each with the beginning of its names:
-        those of which all parts are there, or the first, which says what is missing.
+    def described(self, weights: Iterable[StoredTensor | PackedTensor]) -> str:
+        """The method, and the formats of these weights where it has several."""
+        packed = (weight for weight in weights if isinstance(weight, PackedTensor))
+        names = sorted({weight.format.name for weight in packed} - {self.method})
+        return f"{self.method} ({', '.join(names)})" if names else self.method
+
+    def _formats_of(self, first: StoredTensor) -> list[tuple[WeightFormat, str]]:
+        """The formats of which a tensor may be the first part, each with the beginning of its
+        names.
         """
         bases = ((weight_format, weight_format.base_of(first)) for weight_format in self.weights)
-        found = [(weight_format, base) for weight_format, base in bases if base is not None]
-        return [each for each in found if each[0].is_whole(each[1], tensors)] or found[:1]
+        return [(weight_format, base) for weight_format, base in bases if base is not None]
+
+    def _refuse_half_a_weight(
+        self, first: StoredTensor, tensors: Mapping[str, StoredTensor]
+    ) -> None:
+        """Raise CheckpointError for the first part of a weight whose other parts are missing."""
+        found = self._formats_of(first)
+        if found:
+            weight_format, base = max(found, key=lambda each: each[0].num_present(each[1], tensors))
+            weight_format.assemble(base, tensors)
 
     def _refuse_stray_parts(
         self, packed: Mapping[str, PackedTensor], rest: Mapping[str, StoredTensor]

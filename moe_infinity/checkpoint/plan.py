@@ -155,7 +155,8 @@ def contents_of(headers: Headers, packing: Format | None, rules: list[Any]) -> C
     if packing is None:
         _refuse_unsaid_scales(headers)
         return Contents(dict(headers.tensors), rules, None, headers.num_bytes)
-    return Contents(packing.group(headers.tensors), rules, packing.method, headers.num_bytes)
+    weights = packing.group(headers.tensors)
+    return Contents(weights, rules, packing.described(weights.values()), headers.num_bytes)
 
 
 def plan_experts(model: Any, contents: Contents) -> Plan:

@@ -3,6 +3,7 @@ define the formats do, in few passes.
 
     fp8    float8 x scale, in float32, rounded once          transformers' Fp8Dequantize
     mxfp4  16 values x power of two, in bfloat16             transformers' Mxfp4Dequantize
+    fp4    16 values x scale, in float32, rounded once       ModelOpt, compressed-tensors
     int4   (nibble - zero) x scale, in the dtype of scale    compressed-tensors, GPTQ, AutoAWQ
     int8   integer x scale, in the dtype of scale            compressed-tensors
     GGML   blocks that have their scales inside              gguf
@@ -117,6 +118,42 @@ def mxfp4(blocks_RGB: Tensor, scales_RG: Tensor, dtype: torch.dtype) -> Tensor:
         values = bits.view(torch.float16).to(torch.float32)
         out[part] = values.mul_(2.0**15).mul_(scales[part])
     return out.view(-1, num_rows).to(dtype)
+
+
+def fp4(
+    pairs_RB: Tensor,
+    scales_RG: Tensor,
+    global_scale: Tensor | None,
+    dtype: torch.dtype,
+    *,
+    is_divided: bool = False,
+) -> Tensor:
+    """Bytes of two values of 4 bits, the first in the lower bits, times the scale of their group,
+    which is a number or, as a byte, an exponent of two. That is multiplied, or divided, by the
+    global scale before. Gives [R, 2 B].
+    """
+    scales_RG = _fp8_scales(scales_RG)
+    if global_scale is not None:
+        scale = global_scale.to(torch.float32).view(1, 1)
+        scales_RG = scales_RG / scale if is_divided else scales_RG * scale
+    num_rows, num_groups = scales_RG.shape
+    num_columns = 2 * pairs_RB.shape[1]
+    out_RC = torch.empty((num_rows, num_columns), dtype=dtype, device=pairs_RB.device)
+    step = _rows_of_a_chunk(pairs_RB.device, num_rows, num_columns)
+    for first in range(0, num_rows, step):
+        rows = slice(first, first + step)
+        values = _fp4_values(pairs_RB[rows]).view(-1, num_groups, num_columns // num_groups)
+        out_RC[rows] = values.mul_(scales_RG[rows].unsqueeze(2)).view(-1, num_columns)
+    return out_RC
+
+
+def _fp4_values(pairs_RB: Tensor) -> Tensor:
+    """[R, 2 B] in float32: the sign moves to bit 15, the others to bits 9-11, which makes a float16
+    that lacks a factor of 2 ** 14.
+    """
+    bits = _nibbles(pairs_RB).to(torch.int16)
+    bits = bits.bitwise_left_shift_(12).bitwise_right_shift_(3).bitwise_and_(-0x7200)
+    return bits.view(torch.float16).to(torch.float32).mul_(2.0**14)
 
 
 def int4_rows(
@@ -252,7 +289,7 @@ def _rows_of_a_chunk(device: torch.device, num_rows: int, num_columns: int) -> i
 
 def blocks_layout(name: str, shape_RC: tuple[int, int], values: ParamSpec) -> WeightLayout:
     """The layout of a weight [R, C] whose bytes are `values`, uint8 [R, bytes of a row]."""
-    kind = "ggml_mxfp4" if name == "mxfp4" else name  # "mxfp4" has its scales apart
+    kind = f"ggml_{name}" if name in ("mxfp4", "nvfp4") else name  # those have scales apart
     return WeightLayout(kind, shape_RC, values, unpack=partial(_blocks, name))
 
 

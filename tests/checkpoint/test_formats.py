@@ -26,6 +26,7 @@ BFLOAT16 = torch.bfloat16
 STORED = {
     torch.float8_e4m3fn: "F8_E4M3", torch.uint8: "U8", torch.int32: "I32", torch.int64: "I64",
     torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32", torch.int8: "I8",
+    torch.float8_e8m0fnu: "F8_E8M0",
 }  # fmt: skip
 
 
@@ -91,7 +92,7 @@ def test_unpacking_gives_the_bits_of_the_slow_definition(folder, plain):
 
 
 def test_a_packed_weight_is_smaller_than_in_bfloat16(name, folder, plain):
-    largest = 0.6 if name.startswith("fp8") else 0.4  # of bfloat16, scales included
+    largest = 0.6 if name.startswith(("fp8", "mxfp8")) else 0.4  # of bfloat16, scales included
     for packed in packed_weights(folder).values():
         num_bytes = sum(part.extent.num_bytes for _, part in packed.parts)
         assert num_bytes <= largest * plain[packed.name].numel() * 2
@@ -287,7 +288,15 @@ def test_a_gptq_index_that_names_no_group_is_refused(group):
         ({"quant_method": "compressed-tensors"}, "malformed"),
         (compressed_tensors_config("pack-quantized", type="int", num_bits=8), "8 bits"),
         (compressed_tensors_config("int-quantized", type="int", num_bits=8), "int-quantized"),
-        (compressed_tensors_config("nvfp4-pack-quantized", type="float", num_bits=4), "nvfp4"),
+        (compressed_tensors_config("mxfp6-pack-quantized", type="float", num_bits=6), "mxfp6"),
+        (compressed_tensors_config("nvfp4-pack-quantized", type="float", num_bits=4,
+                                   strategy="channel"), "strategy 'channel'"),
+        ({"quant_method": "modelopt"}, "quant_algo None"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4_SVD"}, "NVFP4_SVD"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 32}, "group_size 32"),
+        ({"quantization": {"quant_algo": "W4A16_AWQ"}}, "W4A16_AWQ"),
+        ({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION",
+          "quantized_layers": {"a": {"quant_algo": "W8A16"}}}, "W8A16"),
         (compressed_tensors_config("pack-quantized", type="int", num_bits=4, actorder="group"),
          "actorder 'group'"),
     ],
@@ -303,6 +312,7 @@ def test_an_unsupported_format_is_refused_with_the_list_of_those_that_are(config
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 INT4 = compressed_tensors_config("pack-quantized", type="int", num_bits=4, strategy="group")
 AWQ = {"quant_method": "awq", "bits": 4}
+NVFP4 = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
 MXFP4 = {"quant_method": "mxfp4"}
 
 
@@ -311,12 +321,22 @@ MXFP4 = {"quant_method": "mxfp4"}
     [
         (FP8, {"a.weight": ("F8_E4M3", 64, 64)}, "no tensor a.weight_scale_inv"),
         (FP8, {"a.weight": ("F8_E4M3", 64, 64), "a.weight_scale_inv": ("F32", 3, 1)}, "not fit"),
-        (FP8, {"a.weight": ("F8_E4M3", 64, 64), "a.weight_scale_inv": ("F32", 2)}, "not fit"),
+        (FP8, {"a.weight": ("F8_E4M3", 64, 64), "a.weight_scale_inv": ("F32", 3)}, "not fit"),
         (FP8, {"a.weight": ("F8_E4M3", 64), "a.weight_scale_inv": ("F32",)}, "not fit"),
         (FP8, {"a.weight": ("F8_E4M3", 4, 8, 8), "a.weight_scale_inv": ("F32", 3, 1, 1)},
          "not fit"),
         (FP8, {"a.weight": ("F8_E4M3", 64, 64), "a.weight_scale_inv": ("I32", 1, 1)}, "I32"),
-        (FP8, {"a.weight": ("I8", 64, 64), "a.weight_scale_inv": ("F32", 1, 1)}, "I8"),
+        (FP8, {"a.weight": ("I8", 64, 64), "a.weight_scale_inv": ("F32", 1, 1)}, "F32"),
+        (FP8, {"a.weight": ("I8", 64, 16), "a.scale": ("F8_E8M0", 64, 2)}, "not fit"),
+        (NVFP4, {"a.weight": ("U8", 64, 32), "a.weight_scale": ("F8_E4M3", 64, 4)},
+         "no tensor a.weight_scale_2"),
+        (NVFP4, {"a.weight": ("U8", 64, 32), "a.weight_scale": ("F8_E4M3", 64, 2),
+                 "a.weight_scale_2": ("F32",)}, "not fit"),
+        (NVFP4, {"a.weight": ("U8", 64, 32), "a.weight_scale": ("F8_E4M3", 64, 4),
+                 "a.weight_scale_2": ("F32", 2)}, "not fit"),
+        (NVFP4, {"a.weight": ("U8", 64, 32), "a.weight_scale": ("F8_E4M3", 64, 4),
+                 "a.weight_scale_2": ("F32",), "a.pre_quant_scale": ("BF16", 64)},
+         "a.pre_quant_scale"),
         (INT4, {"a.weight_packed": ("I32", 8, 8)}, "no tensor a.weight_scale"),
         (INT4, {"a.weight_packed": ("I32", 8, 8), "a.weight_scale": ("BF16", 8, 3)}, "not fit"),
         (INT4, {"a.weight_packed": ("I32", 8, 8), "a.weight_scale": ("BF16", 7, 2)}, "not fit"),

@@ -6,6 +6,7 @@ import torch
 from gguf import GGMLQuantizationType, quants
 from torch import Tensor
 
+from moe_infinity.checkpoint.float_formats import NVFP4, NVFP4_PACKED, mxfp4_format
 from moe_infinity.checkpoint.formats import PACKED_BY_US, find_format
 from moe_infinity.experts import ExpertLayout, ParamSpec
 from moe_infinity.kernels import unpack
@@ -18,6 +19,11 @@ HALVES = {  # where a block of GGML's has its float16 numbers
 }  # fmt: skip
 
 
+FP4_FORMATS = {
+    "pairs": mxfp4_format("_packed", "_scale"), "nvfp4": NVFP4, "nvfp4_divided": NVFP4_PACKED
+}  # fmt: skip
+
+
 def layout_of(kind: str, parts: dict[str, ParamSpec]) -> WeightLayout:
     """Of a weight of this kind whose parts lie there."""
     name, *options = kind.split()
@@ -27,6 +33,8 @@ def layout_of(kind: str, parts: dict[str, ParamSpec]) -> WeightLayout:
         shape = parts["values"].shape
         columns = shape[1] // BLOCKS[options[0]][1] * BLOCKS[options[0]][0]
         return blocks_layout(options[0], (shape[0], columns), parts["values"])
+    if name in FP4_FORMATS:
+        return FP4_FORMATS[name].layout_of(parts, is_transposed=False)
     if name in PACKED_BY_US:
         return PACKED_BY_US[name].layout_of(parts, is_transposed=False)
     group = 0 if name == "mxfp4" else int(options[0])
@@ -65,6 +73,8 @@ def make_weight(kind: str, rows: int, columns: int) -> tuple[dict[str, Tensor], 
         exponents = torch.randint(112, 122, blocks.shape[:2]).to(torch.uint8)
         weight = unpack.mxfp4(blocks, exponents, torch.float32).t()
         return {"values": blocks, "scale": exponents}, weight, weight.abs()
+    if name in FP4_FORMATS:
+        return _pairs(name, rows, columns)
     if name == "ggml":
         values = ggml_blocks(options[0], rows, columns)
         return {"values": values}, *_unpacked(options[0], values)
@@ -79,6 +89,18 @@ def make_weight(kind: str, rows: int, columns: int) -> tuple[dict[str, Tensor], 
         parts["values"], parts["scale"].float(), parts.get("zeros"), torch.float32
     )
     return parts, weight, 31 * parts["scale"].float().repeat_interleave(group, 1)
+
+
+def _pairs(name: str, rows: int, columns: int) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+    """Random bytes, with exponents of every 32 columns or numbers of every 16 and a global one."""
+    parts = {"values": torch.randint(0, 256, (rows, columns // 2), dtype=torch.uint8)}
+    if name == "pairs":
+        parts["scale"] = torch.randint(112, 122, (rows, columns // 32)).to(torch.uint8)
+    else:
+        parts["scale"] = (torch.rand(rows, columns // 16) * 400 + 1).to(torch.float8_e4m3fn)
+        parts["global_scale"] = torch.tensor([1e-4 if name == "nvfp4" else 1e4])
+    weight = FP4_FORMATS[name].unpack(parts, None, torch.float32)
+    return parts, weight, weight.abs()
 
 
 def ggml_blocks(name: str, rows: int, columns: int) -> Tensor:

@@ -93,7 +93,7 @@ def _panels(
 def _emit_panels(loop: InnerLoop, b: Any, args: Any) -> None:
     """Emit out[t, row] for all tokens, panel by panel."""
     first, last, x, num_tokens, out, arguments, slot = args
-    a = read_arguments(b, arguments, slot)
+    a = read_arguments(b, loop, arguments, slot)
     with b.goto_entry_block():  # `alloca_once` would fill it with zeros
         memory = b.alloca(ir.ArrayType(ir.IntType(8), PANEL_ROWS * PANEL_BYTES + 64))
     panel = b.and_(b.add(b.ptrtoint(memory, I64), I64(63)), I64(-64))

@@ -53,6 +53,8 @@ def loop_of(weight: WeightLayout) -> InnerLoop | None:
             return None
         scale = "uint8" if weight.scale.dtype in EXPONENTS else weight.scale.dtype
         has_zeros = weight.zeros is not None
+        if (loader.global_scale is None) != (weight.global_scale is None):
+            return None
         loop = loop_for(weight.kind, columns, group=block[1], scale=scale, has_zeros=has_zeros)
     return loop if loop is not None and columns <= MAX_STEPS * loop.num_columns else None
 
@@ -121,4 +123,5 @@ def arguments_of(weight: WeightLayout, loop: InnerLoop) -> KernelArguments:
         weight=weight.values.offset,
         scales=0 if weight.scale is None else weight.scale.offset,
         zeros=0 if weight.zeros is None else weight.zeros.offset,
+        global_scale=0 if weight.global_scale is None else weight.global_scale.offset,
     )

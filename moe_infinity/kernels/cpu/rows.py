@@ -35,6 +35,7 @@ from moe_infinity.kernels.cpu.vectors import (
     fma,
     larger,
     load,
+    number_at,
     prefetch,
     repeated,
     smaller,
@@ -111,7 +112,7 @@ def _rows(
 def _emit_rows(loop: InnerLoop, b: Any, args: Any) -> None:
     """Emit out[t, row] for all tokens, as many at once as registers hold."""
     first, last, x, num_tokens, out, arguments, slot = args
-    a = read_arguments(b, arguments, slot)
+    a = read_arguments(b, loop, arguments, slot)
 
     def emit(tile: Tile, start: Any) -> None:
         x_at = b.add(x, b.mul(start, a.x_bytes))
@@ -134,13 +135,23 @@ def _emit_rows(loop: InnerLoop, b: Any, args: Any) -> None:
                 emit(Tile(height, tokens), whole)
 
 
-def read_arguments(b: Any, arguments: Any, slot: Any) -> KernelArguments:
+def read_arguments(b: Any, loop: InnerLoop, arguments: Any, slot: Any) -> KernelArguments:
     """The arguments at an address, for a weight whose slot begins at another."""
     at = [b.add(arguments, I64(8 * k)) for k in range(NUM_ARGUMENTS)]
     a = KernelArguments(*(b.load(b.inttoptr(address, I64.as_pointer())) for address in at))
     return a._replace(
-        weight=b.add(a.weight, slot), scales=b.add(a.scales, slot), zeros=b.add(a.zeros, slot)
-    )
+        weight=b.add(a.weight, slot), scales=b.add(a.scales, slot), zeros=b.add(a.zeros, slot),
+        global_scale=_global_scale(b, loop, b.add(a.global_scale, slot)),
+    )  # fmt: skip
+
+
+def _global_scale(b: Any, loop: InnerLoop, at: Any) -> Any:
+    """Emit the number that all scales are multiplied by. None: there is none."""
+    use = loop.loader.global_scale
+    if use is None:
+        return None
+    number = number_at(b, at, 0, F32)
+    return number if use == "multiplies" else b.fdiv(F32(1.0), number)
 
 
 def _emit_tiles(
@@ -253,7 +264,10 @@ def step_scales(b: Any, loop: InnerLoop, a: KernelArguments, row: Any, scale_idx
     assert loop.scale is not None, loop
     at = b.add(at, b.mul(scale_idx, I64(loop.scale_bytes)))
     stored = load(b, at, 0, STORED[loop.scale_bytes], loop.num_scales)
-    return spread(b, scales_of(b, loop.scale, stored))
+    scales = scales_of(b, loop.scale, stored)
+    if a.global_scale is not None:
+        scales = b.fmul(scales, repeated(b, a.global_scale, loop.num_scales))
+    return spread(b, scales)
 
 
 def step_zeros(b: Any, loop: InnerLoop, a: KernelArguments, row: Any, scale_idx: Any) -> Any:

@@ -51,6 +51,7 @@ class ValueLoader(NamedTuple):
     left_out: float = 1.0
     short_groups: tuple[int, ...] = ()  # columns that share a scale, fewer than one call loads
     columns_per_lane: int = 1  # neighbouring columns that lie in one lane of neighbouring vectors
+    global_scale: str | None = None  # "multiplies" scales or "divides" them; None: there is none
     subtracts_zero: bool = False  # values are unsigned; their zero point is subtracted later
     blocks: BlockKind | None = None  # scales lie among the values; `load` is not called
 
@@ -113,6 +114,18 @@ LOADERS = {
         4, (NIBBLES,), _int4, short_groups=(32, 64), columns_per_lane=8, subtracts_zero=True
     ),
     "mxfp4": ValueLoader(4, (4,), _mxfp4, left_out=2.0**14, short_groups=(32,), columns_per_lane=4),
+    **{
+        kind: ValueLoader(
+            4,
+            (4,),
+            _mxfp4,
+            left_out=2.0**14,
+            short_groups=(16,),
+            columns_per_lane=4,
+            global_scale=use,
+        )
+        for kind, use in (("nvfp4", "multiplies"), ("nvfp4_divided", "divides"))
+    },
     "int8": ValueLoader(8, (8, 4, 2), _int8),
     "fp8": ValueLoader(8, (8, 4, 2), _fp8, left_out=2.0**8),
     "bf16": ValueLoader(16, (4, 2, 1), _bf16),
@@ -129,7 +142,7 @@ class InnerLoop(NamedTuple):
     kind: str  # of LOADERS
     num_vectors: int  # decoded at a step
     num_scales: int  # loaded at a step: more than one where groups are shorter than a step
-    scale: str | None  # a float of 2 or 4 bytes, or uint8 for an exponent; None: no scales
+    scale: str | None  # a float of 1, 2 or 4 bytes, or uint8 for an exponent; None: no scales
     has_zeros: bool
 
     @classmethod
@@ -177,6 +190,7 @@ class KernelArguments(NamedTuple):
     weight: Any
     scales: Any
     zeros: Any  # words [rows / 8, groups]; not read if there are none
+    global_scale: Any  # in the kernel's code what scales are multiplied by, or None
     row_bytes: Any  # of weight; for WORDS of a line: one word of every row, or of every eighth
     x_bytes: Any  # of a token
     out_bytes: Any  # of a token
@@ -236,6 +250,7 @@ def arguments_for(
         weight=0,
         scales=0,
         zeros=0,
+        global_scale=0,
         row_bytes=row_bytes,
         x_bytes=num_steps * loop.num_x * LANES * 4,
         out_bytes=0,

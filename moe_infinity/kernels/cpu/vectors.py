@@ -103,6 +103,16 @@ def from_half(b: Any, bits: Any) -> Any:
     return b.fpext(b.bitcast(bits, vector_of(ir.HalfType(), lanes)), vector_of(F32, lanes))
 
 
+def from_float8(b: Any, bits: Any) -> Any:
+    """The numbers of float8_e4m3fn, none of which is NaN: a float16 that lacks a factor of 2 ** 8,
+    times that.
+    """
+    lanes = bits.type.count
+    halves = b.shl(b.sext(bits, vector_of(I16, lanes)), all_lanes(I16, 7, lanes))
+    halves = b.and_(halves, all_lanes(I16, 0xBF80, lanes))
+    return b.fmul(from_half(b, halves), all_lanes(F32, 2.0**8, lanes))
+
+
 def from_bfloat(b: Any, bits: Any) -> Any:
     return _from_top(b, bits, 16)
 

@@ -66,7 +66,7 @@ def _widen(
 
     def emit(context: Any, b: Any, _: Any, args: Any) -> Any:
         first, last, out, arguments, slot = args[len(literals) :]
-        a = read_arguments(b, arguments, slot)
+        a = read_arguments(b, loop, arguments, slot)
         last_offset = b.sub(a.row_bytes, I64(loop.num_bytes))
         with cgutils.for_range_slice(b, first, last, I64(1), intp=I64) as (row, _):
             row_at = b.add(out, b.mul(row, a.out_bytes))

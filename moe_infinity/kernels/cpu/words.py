@@ -27,6 +27,7 @@ from moe_infinity.kernels.cpu.vectors import (
     fma,
     from_bfloat,
     from_exponent,
+    from_float8,
     from_half,
     load,
     nibbles_of,
@@ -37,7 +38,7 @@ from moe_infinity.kernels.cpu.vectors import (
     sum_of_lanes,
     vector_of,
 )  # fmt: skip
-from moe_infinity.layout import NIBBLES
+from moe_infinity.layout import FLOAT8, NIBBLES
 
 BLOCK_ROWS = {"gptq": 4 * LANES, "gptq_v2": 4 * LANES, "awq": NIBBLES * LANES}  # at once
 AWQ_ROWS = (0, 2, 4, 6, 1, 3, 5, 7)  # of a word's nibbles
@@ -140,6 +141,8 @@ def scales_of(b: Any, dtype: str, stored: Any) -> Any:
         return stored
     if dtype == "float16":
         return from_half(b, stored)
+    if dtype == FLOAT8:
+        return from_float8(b, stored)
     return from_bfloat(b, stored) if dtype == "bfloat16" else from_exponent(b, stored)
 
 
