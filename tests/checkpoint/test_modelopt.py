@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -38,7 +39,7 @@ def expected(folder) -> Tensor:
     return logits(folder, exact=True)
 
 
-def logits(folder: Path, **options: bool) -> Tensor:
+def logits(folder: Path, **options: Any) -> Tensor:
     with MoE(folder, host_memory="50%", dtype="float32", **options) as moe:
         return logits_of_steps(moe.model, IDS)
 
