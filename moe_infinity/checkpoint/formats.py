@@ -73,14 +73,15 @@ def _require(method: str, config: Config, key: str, *allowed: object, default: o
 
 def _find_fp8(config: Config) -> tuple[WeightFormat, ...]:
     """DeepSeek-V3's and Qwen3's, AutoFP8's and MXFP8: weight_scale_inv or weight_scale is what to
-    multiply by. DeepSeek-V4's experts have 4 bits, and its scales are called scale.
+    multiply by. DeepSeek-V4's experts have 4 bits, and its scales are called scale, Mistral's
+    qscale_weight.
     """
     _require("fp8", config, "fmt", "e4m3", "float8_e4m3fn", default="e4m3")
     block = config.get("weight_block_size")
     blocks = [] if block is None else [_block(block), (1, 32)]
     return (
         *(fp8_format(suffix, blocks) for suffix in ("_scale_inv", "_scale")),
-        fp8_format(".scale", blocks, suffix=".weight"),
+        *(fp8_format(scale, blocks, suffix=".weight") for scale in (".scale", ".qscale_weight")),
         *(mxfp4_format("", suffix) for suffix in ("_scale_inv", "_scale")),
         mxfp4_format(".weight", ".scale"),
     )
@@ -111,6 +112,8 @@ def _find_modelopt(config: Config) -> tuple[WeightFormat, ...]:
     details = _details(config)
     for each in (details, *(details.get("quantized_layers") or {}).values()):
         algorithm = str(each.get("quant_algo")).upper()
+        if "quant_algo" in each and each["quant_algo"] is None:  # only the cache is packed
+            continue
         if algorithm not in MODELOPT_ALGORITHMS:
             raise _unsupported(f"modelopt with quant_algo {each.get('quant_algo')!r}")
         if "NVFP4" in algorithm:

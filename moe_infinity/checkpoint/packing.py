@@ -106,7 +106,11 @@ class WeightFormat:
         for part in self.parts:
             tensor = tensors.get(base + part.suffix)
             if tensor is None and not part.is_optional:
-                raise CheckpointError(f"no tensor {base + part.suffix}, which {name} needs")
+                raise CheckpointError(
+                    f"no tensor {base + part.suffix}, which {name} needs\n"
+                    "hint: are all files of the checkpoint there? docs/checkpoints.md has the "
+                    "formats that are read"
+                )
             if tensor is not None:
                 _check_dtype(tensor, part.dtypes)
                 found.append((part.role, tensor))
@@ -119,7 +123,11 @@ class WeightFormat:
         measured = self.measure(shapes) if len(shapes[found[0][0]]) == self.num_dims else None
         if measured is None:
             described = ", ".join(f"{t.name} {list(t.shape)}" for _, t in found)
-            raise CheckpointError(f"{name}: the shapes do not fit each other: {described}")
+            raise CheckpointError(
+                f"{name}: the shapes do not fit each other: {described}\n"
+                "hint: docs/checkpoints.md has the formats that are read; another variant of the "
+                "model may have one of them"
+            )
         shape_RC, block = measured
         shape = num_experts + (shape_RC[::-1] if self.is_transposed else shape_RC)
         return PackedTensor(name, tuple(found), shape, block, self)
