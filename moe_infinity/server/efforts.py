@@ -14,9 +14,10 @@ from moe_infinity.server.limits import STOP_CHARACTERS
 Effort = Literal["auto", "default", "none", "minimal", "low", "medium", "high", "xhigh", "max"]
 EFFORTS = {True: "medium", False: "none", None: None}  # for who says only whether to reason
 # Variables of chat templates for how much a model reasons: gpt-oss has the first, Qwen and GLM the
-# second, DeepSeek the third, Seed-OSS the last. Clients set them for templates without them, too.
+# second, DeepSeek the third, Seed-OSS and Nemotron the last. Clients set them for any template.
 SWITCHES = ("enable_thinking", "thinking")
-HINTS = ("reasoning_effort", *SWITCHES, "thinking_budget")
+BUDGET_HINTS = ("thinking_budget", "reasoning_budget")
+HINTS = ("reasoning_effort", *SWITCHES, *BUDGET_HINTS)
 # llama.cpp has the first two names, vLLM the third, Qwen's API the next.
 BUDGETS = AliasChoices(
     "reasoning_budget_tokens", "thinking_budget_tokens", "thinking_token_budget",
@@ -70,7 +71,7 @@ class ReasoningFields(Body):
     def template_hints(self) -> dict[str, Any]:
         """Variables of chat templates for how much a model reasons, by their HINTS."""
         effort = "none" if self._budget == 0 else self._effort
-        budget = {} if self._budget is None else {"thinking_budget": self._budget}
+        budget = {} if self._budget is None else dict.fromkeys(BUDGET_HINTS, self._budget)
         if effort is None:
             return budget
         known = {"none": "low", "minimal": "low", "xhigh": "high", "max": "high"}
@@ -87,12 +88,12 @@ class ReasoningFields(Body):
     @property
     def _budget(self) -> int | None:
         """The lowest of those that were given."""
-        in_template = self._variables.get("thinking_budget")
+        in_template = map(self._variables.get, BUDGET_HINTS)
         given = (
             self.reasoning_budget_tokens,
             None if self.reasoning is None else self.reasoning.max_tokens,
             None if self.thinking is None else self.thinking.budget_tokens,
-            in_template if isinstance(in_template, int) else None,
+            *(each for each in in_template if type(each) is int),
         )
         return min((each for each in given if each is not None and each >= 0), default=None)
 

@@ -18,13 +18,14 @@ import llguidance.hf
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 
 from moe_infinity.server import limits
+from moe_infinity.server.formats import THINK, AnswerForm, CallForm
 from moe_infinity.server.refusals import BadRequest, require_within
+from moe_infinity.server.schemas import alternatives_of
 
 # Without `verbose_errors` a message has no state of the parser.
 LIMITS = LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
 # Between the tokens of JSON. Where any is allowed, a weak model may write nothing else.
 WHITESPACE = " ?"
-THINK = ("<think>", "</think>")
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +103,13 @@ class Lark:
         self._rules: list[str] = []
 
     def literal(self, text: str) -> str:
-        """An expression for a text. A special token in it is a token, not its letters."""
+        """An expression for a text. A special token in it is a token, not its letters.
+
+        A newline that it begins with is apart, because the lexer takes the longest of all texts
+        that may come: it would never take a newline alone.
+        """
+        if text.startswith("\n") and text != "\n":
+            return f"{self._piece(text[0])} {self.literal(text[1:])}"
         return " ".join(map(self._piece, self._pieces(text)))
 
     def until(self, end: str) -> str:
@@ -206,91 +213,6 @@ class GrammarCompiler:
                 raise BadRequest(messages[0].strip(), param=part.param)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CallForm:
-    """How a kind of model writes calls. NAME stands for the tool, KEY for an argument."""
-
-    begin: str = ""  # before the first call
-    open: str  # before the arguments
-    close: str  # behind them
-    between: str | None = "\n"  # of two calls; None: a message has one call
-    end: str = ""  # behind the last call
-    around_value: tuple[str, str] | None = None  # None: the arguments are a JSON object
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AnswerForm:
-    """How a kind of model begins the parts of a message."""
-
-    calls: CallForm
-    reasoning: tuple[str, str] | None = None  # around reasoning that the model begins by itself
-    answer: str = ""  # before an answer without calls
-
-
-IN_JSON = CallForm(open='<tool_call>\n{"name": "NAME", "arguments": ', close="}\n</tool_call>")
-# By `model_type`, as their chat templates write messages.
-ANSWER_FORMS: dict[tuple[str, ...], AnswerForm] = {
-    (
-        "qwen2", "qwen2_moe", "qwen2_vl", "qwen2_5_vl",
-        "qwen3", "qwen3_moe", "qwen3_next", "qwen3_vl", "qwen3_vl_moe",
-    ): AnswerForm(calls=IN_JSON),
-    ("qwen3_5", "qwen3_5_moe"): AnswerForm(
-        calls=CallForm(
-            open="<tool_call>\n<function=NAME>\n",
-            around_value=("<parameter=KEY>\n", "\n</parameter>\n"),
-            close="</function>\n</tool_call>",
-        )
-    ),
-    ("gpt_oss",): AnswerForm(
-        reasoning=("<|channel|>analysis<|message|>", "<|end|><|start|>assistant"),
-        answer="<|channel|>final<|message|>",
-        calls=CallForm(
-            open="<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>",
-            close="", between=None,
-        ),
-    ),
-    ("deepseek_v2", "deepseek_v3"): AnswerForm(
-        calls=CallForm(
-            begin="<｜tool▁calls▁begin｜>",
-            open="<｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME\n```json\n",
-            close="\n```<｜tool▁call▁end｜>",
-            end="<｜tool▁calls▁end｜>",
-        )
-    ),
-    ("glm4_moe",): AnswerForm(
-        calls=CallForm(
-            open="<tool_call>NAME\n",
-            around_value=("<arg_key>KEY</arg_key>\n<arg_value>", "</arg_value>\n"),
-            close="</tool_call>",
-        )
-    ),
-    ("mixtral", "mistral"): AnswerForm(
-        calls=CallForm(
-            begin="[TOOL_CALLS] [", open='{"name": "NAME", "arguments": ', close="}",
-            between=", ", end="]",
-        )
-    ),
-}  # fmt: skip
-
-
-DEEPSEEK_V3_1 = AnswerForm(
-    calls=CallForm(
-        begin="<｜tool▁calls▁begin｜>",
-        open="<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>",
-        close="<｜tool▁call▁end｜>",
-        between="",
-        end="<｜tool▁calls▁end｜>",
-    )
-)
-
-
-def answer_form_of(model_type: str, chat_template: str) -> AnswerForm | None:
-    """None for a kind of model that is not known."""
-    form = next((form for kinds, form in ANSWER_FORMS.items() if model_type in kinds), None)
-    is_v3_1 = "<｜tool▁sep｜>" in chat_template and "```json" not in chat_template
-    return DEEPSEEK_V3_1 if model_type == "deepseek_v3" and is_v3_1 else form
-
-
 @dataclass(frozen=True, slots=True)
 class Tool:
     """A function that may be called."""
@@ -325,16 +247,16 @@ def tools_of(tools: Sequence[dict[str, Any]], parameters: str) -> list[Tool]:
 def example_of(form: CallForm, name: str) -> str:
     """A message that calls a tool without arguments."""
     arguments = "{}" if form.around_value is None else ""
-    call = f"{form.open.replace('NAME', name)}{arguments}{form.close}"
-    return f"{form.begin}{call}{form.end}"
+    opening = form.open.replace("NUMBER", "0").replace("NAME", name)
+    return f"{form.begin}{opening}{arguments}{form.close}{form.end}"
 
 
 def calls_in(lark: Lark, form: CallForm, tools: Sequence[Tool], max_calls: int | None) -> str:
     """An expression for one call or more of these tools."""
     options = [
         lark.rule(
-            f"{lark.literal(form.open.replace('NAME', tool.name))} "
-            f"{_arguments(lark, form, tool)} {lark.literal(form.close)}"
+            f"{_opening(lark, form, tool)} {_arguments(lark, form, tool)} "
+            f"{lark.literal(form.close)}"
         )
         for tool in tools
     ]
@@ -345,43 +267,85 @@ def calls_in(lark: Lark, form: CallForm, tools: Sequence[Tool], max_calls: int |
     return f"{lark.literal(form.begin)} {call} {more} {lark.literal(form.end)}"
 
 
+def _opening(lark: Lark, form: CallForm, tool: Tool) -> str:
+    parts = [part.replace("NAME", tool.name) for part in form.open.split("NUMBER")]
+    return " /[0-9]{1,3}/ ".join(map(lark.literal, parts))
+
+
 def _arguments(lark: Lark, form: CallForm, tool: Tool) -> str:
     if form.around_value is None:
         return lark.add(json_part(tool.schema, tool.param))
-    before, behind = form.around_value
     properties = tool.schema.get("properties", {})
     required = tool.schema.get("required", [])
     if not isinstance(properties, dict) or not isinstance(required, list):
         raise BadRequest("this must be the JSON schema of an object", param=tool.param)
-    written = []
-    for key, schema in properties.items():
-        value = _value(lark, schema, tool)
-        one = f"{lark.literal(before.replace('KEY', key))} {value} {lark.literal(behind)}"
-        written.append(one if key in required else f"({one})?")
-    return " ".join(written)
-
-
-def _value(lark: Lark, schema: Any, tool: Tool) -> str:
-    """An expression for an argument that is written as it is if it is a string, else as JSON."""
-    if not isinstance(schema, dict):
-        raise BadRequest("a property must have a JSON schema", param=tool.param)
-    options = [schema["const"]] if "const" in schema else schema.get("enum")
-    if isinstance(options, list) and options and all(isinstance(each, str) for each in options):
-        return f"({' | '.join(map(json.dumps, options))})"
-    kind = schema.get("type")
-    if kind == "string":
-        if unknown := {"pattern", "format", "allOf", "anyOf", "oneOf"} & schema.keys():
-            message = f"not for strings in calls of this model: {min(unknown)}"
-            raise BadRequest(message, param=tool.param)
-        fewest = schema.get("minLength", 0)
-        most = schema.get("maxLength", "")
-        return lark.rule(f"/[^<]{{{fewest},{most}}}/")
-    if kind not in ("integer", "number", "boolean", "object", "array", "null"):
-        raise BadRequest("calls of this model need one type for each property", param=tool.param)
-    definitions = {
-        name: tool.schema[name] for name in ("$defs", "definitions") if name in tool.schema
+    write = _quoted_argument if form.quotes else _plain_argument
+    written = {
+        key: lark.rule(write(lark, form.around_value, key, schema, tool))
+        for key, schema in properties.items()
     }
-    return lark.add(json_part(schema | definitions, tool.param))
+    if not form.between_values:
+        return " ".join(one if key in required else f"({one})?" for key, one in written.items())
+    needed = [one for key, one in written.items() if key in required]
+    others = [one for key, one in written.items() if key not in required]
+    return _separated(lark.literal(form.between_values), needed, others)
+
+
+def _separated(between: str, needed: Sequence[str], others: Sequence[str]) -> str:
+    """An expression for all that are needed and any of the others, with something between two."""
+    rest = [f"({between} {one})?" for one in others]
+    if needed:
+        return " ".join([f" {between} ".join(needed), *rest])
+    begun = [" ".join([one, *rest[at + 1 :]]) for at, one in enumerate(others)]
+    return f"({' | '.join(begun)})?" if begun else ""
+
+
+def _quoted_argument(lark: Lark, around: tuple[str, str], key: str, schema: Any, tool: Tool) -> str:
+    """An expression for an argument whose value is JSON."""
+    if not re.fullmatch(r"[A-Za-z_]\w*", key, re.ASCII):
+        message = f"in calls of this model no argument can be called {key!r}"
+        raise BadRequest(message, param=tool.param)
+    before, behind = around
+    value = lark.add(_part_of_tool(schema, tool))
+    return f"{lark.literal(before.replace('KEY', key))} {value} {lark.literal(behind)}"
+
+
+def _plain_argument(lark: Lark, around: tuple[str, str], key: str, schema: Any, tool: Tool) -> str:
+    """An expression for an argument that is written as it is if it is a string, else as JSON."""
+    before, behind = around
+    end = lark.literal(behind)
+    alternatives = alternatives_of(schema, tool.schema)
+    found = []
+    for each in alternatives:
+        values = [each["const"]] if "const" in each else each.get("enum")
+        if isinstance(values, list) and values:
+            texts = [one if isinstance(one, str) else json.dumps(one) for one in values]
+            found.append(f"({' | '.join(map(json.dumps, texts))}) {end}")
+        elif each.get("type", "string") == "string":
+            found.append(_string(lark, behind, each, tool))
+        else:
+            found.append(f"{lark.add(_part_of_tool(each, tool))} {end}")
+    return f"{lark.literal(before.replace('KEY', key))} ({' | '.join(found)})"
+
+
+def _string(lark: Lark, behind: str, schema: dict[str, Any], tool: Tool) -> str:
+    """An expression for a string without quotes, and what is behind it."""
+    if unknown := {"pattern", "not"} & schema.keys():
+        message = f"not for strings in calls of this model: {min(unknown)}"
+        raise BadRequest(message, param=tool.param)
+    if not {"minLength", "maxLength"} & schema.keys():
+        mark = behind.strip("\n")
+        return f"{lark.until(mark)} {lark.literal(behind[behind.index(mark) + len(mark) :])}"
+    fewest = schema.get("minLength", 0)
+    most = schema.get("maxLength", "")
+    return f"{lark.rule(f'/[^<]{{{fewest},{most}}}/')} {lark.literal(behind)}"
+
+
+def _part_of_tool(schema: Any, tool: Tool) -> GrammarPart:
+    """JSON that a part of a tool's schema allows."""
+    names = tool.schema.keys() & {"$defs", "definitions"}
+    definitions = {name: tool.schema[name] for name in names}
+    return json_part(schema | definitions if isinstance(schema, dict) else {}, tool.param)
 
 
 def message_in(

@@ -19,78 +19,16 @@ from transformers.cli.serving.utils import get_response_template
 from transformers.utils.chat_parsing import ResponseParser
 from transformers.utils.chat_parsing.response_templates import load_response_template
 
-from moe_infinity.server.grammars import THINK, AnswerForm, answer_form_of, example_of
+from moe_infinity.server.formats import THINK, AnswerForm, CallForm, family_of
+from moe_infinity.server.grammars import example_of
+from moe_infinity.server.schemas import with_plain_types
 from moe_infinity.server.thoughts import ThoughtBudget, ThoughtForm
 
 logger = logging.getLogger(__name__)
-CALL_WITH_NAME = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
 THOUGHTS = ("thinking", "reasoning_content", "reasoning")  # names of the field
-THINKING = {"open": THINK[0], "close": THINK[1], "content": "text"}
-# By `model_type`, as their chat templates write messages.
-FORMATS: dict[tuple[str, ...], dict[str, Any]] = {
-    ("gpt_oss",): {  # https://cookbook.openai.com/articles/openai-harmony
-        "start_anchor": "<|start|>assistant",
-        "fields": {
-            "thinking": {
-                "open": "<|channel|>analysis<|message|>", "close": "<|end|>", "content": "text",
-                "repeats": True, "join": "\n",
-            },
-            "content": {
-                "open_pattern": r"<\|channel\|>(?:final|commentary)<\|message\|>",
-                "close": ["<|end|>", "<|return|>"], "content": "text",
-                "repeats": True, "join": "\n",
-            },
-            "tool_calls": {
-                "open_pattern": r"(?:<\|channel\|>\w+)? to=functions\.(?P<name>[^\s<]+)"
-                r"[^{]*<\|message\|>",
-                "close": "<|call|>", "content": "json", "repeats": True,
-                "transform": CALL_WITH_NAME,
-            },
-        },
-    },
-    ("deepseek_v2", "deepseek_v3"): {  # the names between bars of V3, and of V3.1
-        "start_anchor": "<｜Assistant｜>",
-        "fields": {
-            "thinking": THINKING,
-            "content": {"content": "text", "close": "<｜tool▁calls▁end｜>"},
-            "tool_calls": {
-                "open_pattern": r"\s*(?:<｜tool▁calls▁begin｜>)?\s*<｜tool▁call▁begin｜>"
-                r"(?:function<｜tool▁sep｜>)?(?P<name>(?!function<)[^\n<]+)"
-                r"(?:<｜tool▁sep｜>|\n```json\n)",
-                "close_pattern": r"(?:\n```)?<｜tool▁call▁end｜>",
-                "content": "json", "repeats": True, "transform": CALL_WITH_NAME,
-            },
-        },
-    },
-    ("glm4_moe",): {
-        "start_anchor": "<|assistant|>",
-        "fields": {
-            "thinking": THINKING,
-            "content": {"content": "text"},
-            "tool_calls": {
-                "open_pattern": r"\s*<tool_call>(?P<name>[^\n<]+)", "close": "</tool_call>",
-                "content": "xml-inline", "repeats": True, "transform": CALL_WITH_NAME,
-                "content_args": {
-                    "tag_pattern": r"<arg_key>(?P<key>.*?)</arg_key>\s*"
-                    r"<arg_value>(?P<value>.*?)</arg_value>"
-                },
-            },
-        },
-    },
-    ("mixtral", "mistral"): {
-        "start_anchor": "[/INST]",
-        "fields": {
-            "content": {"content": "text"},
-            "tool_calls": {
-                "open_pattern": r"\s*\[TOOL_CALLS\]\s*", "close": "</s>", "content": "json",
-                "transform": {
-                    "type": "function", "function": {"name": "{name}", "arguments": "{arguments}"}
-                },
-                "transform_each": True,
-            },
-        },
-    },
-}  # fmt: skip
+NUM_NEWEST = 64  # characters, at least those of any mark
+# What parsing a text that is no call raises.
+MALFORMED = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,10 +60,13 @@ class MessageFormat:
 
     def __init__(self, tokenizer: Any, model: Any) -> None:
         self._tokenizer = tokenizer
-        spec = get_response_template(tokenizer, model)
+        template = str(getattr(tokenizer, "chat_template", ""))
+        family = family_of(model.config.model_type, template)
+        spec = getattr(tokenizer, "response_template", None)
+        if spec is None and family is not None:
+            spec = family.read
         if spec is None:
-            kind = model.config.model_type
-            spec = next((form for kinds, form in FORMATS.items() if kind in kinds), None)
+            spec = get_response_template(tokenizer, model)
         self._template = None if spec is None else load_response_template(spec)
         fields = {} if spec is None else spec["fields"]
         known = json.dumps(fields, ensure_ascii=False).replace("\\", "")  # also in expressions
@@ -137,13 +78,13 @@ class MessageFormat:
             for token_id, each in added.items()
             if each.special and each.content not in known
         )
-        self.answer_form = answer_form_of(
-            model.config.model_type, str(getattr(tokenizer, "chat_template", ""))
-        )
+        self.answer_form = None if family is None else family.written
         self._thoughts = thought_form_of(fields, self.answer_form)
-        # JSON is seen to be complete, where the token that ends it ends the answer.
-        is_json = fields.get("tool_calls", {}).get("content") == "json"
-        self._close = "" if is_json or self.answer_form is None else self.answer_form.calls.close
+        # Others are seen to be complete, where the token that ends them ends the answer.
+        has_tags = fields.get("tool_calls", {}).get("content") == "xml-inline"
+        calls = CallForm(open="", close="") if family is None else family.written.calls
+        self._close = calls.close.strip().rpartition("\n")[2] if has_tags else ""
+        self._opening = calls.open.partition("NAME")[0]
 
     @property
     def is_known(self) -> bool:
@@ -195,10 +136,13 @@ class MessageFormat:
             if prompt.rstrip().endswith(THINK[1]):
                 prompt = prompt.rstrip()  # else the parser takes the rest for content
             try:
-                parser = ResponseParser(self._template, prefix=prompt, tools=tools)
-            except (ValueError, KeyError, TypeError) as error:
+                plain = with_plain_types(tools or ())
+                parser = ResponseParser(self._template, prefix=prompt, tools=plain)
+            except MALFORMED as error:
                 logger.info("a prompt could not be parsed: %s", type(error).__name__)
-        return MessageReader(parser, max_calls, self._marks, close=self._close.strip())
+        return MessageReader(
+            parser, max_calls, self._marks, opening=self._opening, close=self._close
+        )
 
 
 def thought_form_of(
@@ -235,14 +179,17 @@ class MessageReader:
         max_calls: int | None,
         marks: Sequence[str],
         *,
+        opening: str = "",
         close: str = "",
     ) -> None:
-        """`marks`: tokens that begin or end the fields of a message. `close`: what a call that is
-        complete ends with.
+        """`marks`: tokens that begin or end the fields of a message. `opening`: what a call begins
+        with. `close`: what one that is complete ends with.
         """
         self._parser = parser
         self._marks = marks
+        self._opening = opening
         self._close = close
+        self._newest = ""  # the last characters
         self._is_broken = False  # there was a parser
         self._max_calls = max_calls
         self._unsure = ""  # text of a call that is not complete
@@ -255,12 +202,15 @@ class MessageReader:
             new.content = self._without_marks(text) if self._is_broken else text
         else:
             self._unsure += text
+            self._newest = (self._newest + text).rstrip()[-NUM_NEWEST:]
             try:
                 events = self._parser.feed(text)
                 self._apply(events, new)
                 if is_last:
-                    self._apply(self._last_events(is_cut=is_cut), new)
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                    has_calls = bool(self.message.calls or new.calls)
+                    events = self._last_events(is_cut=is_cut, has_calls=has_calls)
+                    self._apply(events, new)
+            except MALFORMED as error:
                 logger.info("a message could not be parsed: %s", type(error).__name__)
                 self._parser = None
                 self._is_broken = True
@@ -270,7 +220,7 @@ class MessageReader:
         self.message.calls += new.calls
         return new
 
-    def _last_events(self, *, is_cut: bool) -> list[dict[str, Any]]:
+    def _last_events(self, *, is_cut: bool, has_calls: bool) -> list[dict[str, Any]]:
         """The events of the end, without those of a call that is not complete."""
         assert self._parser is not None
         try:
@@ -278,9 +228,17 @@ class MessageReader:
         except ValueError as error:
             logger.info("a call is not complete: %s", type(error).__name__)
             return []
-        if is_cut or not self._unsure.rstrip().endswith(self._close):
+        if is_cut or not self._newest.endswith(self._close):
             events = [event for event in events if event["field"] != "tool_calls"]
+        if is_cut and has_calls:  # the next may have begun
+            events = [event for event in events if not self._begins_call(event)]
         return [self._before_marks(event) for event in events]
+
+    def _begins_call(self, event: dict[str, Any]) -> bool:
+        """True for text behind a call that is the beginning of another, up to its name."""
+        text = event.get("text", "").lstrip()
+        num = min(len(text), len(self._opening))
+        return num > 0 and text[:num] == self._opening[:num]
 
     def _before_marks(self, event: dict[str, Any]) -> dict[str, Any]:
         """An event of the end without the beginning of a call in its text."""
@@ -310,11 +268,25 @@ class MessageReader:
             function = value["function"]
             arguments = function.get("arguments", function.get("parameters", {}))
             if not isinstance(arguments, str):
-                arguments = json.dumps(arguments, ensure_ascii=False)
+                arguments = json_of(arguments)
             has_room = self._max_calls is None or (
                 len(self.message.calls) + len(new.calls) < self._max_calls
             )
             if has_room:
-                new.calls.append(
-                    ToolCall(str(function["name"]), arguments, f"call_{uuid.uuid4().hex[:24]}")
-                )
+                name = required_name(function["name"])
+                new.calls.append(ToolCall(name, arguments, f"call_{uuid.uuid4().hex[:24]}"))
+
+
+def required_name(name: Any) -> str:
+    """Return the name of a function. Raises ValueError if it is none."""
+    if not isinstance(name, str) or not name.strip():
+        raise ValueError("a call without a name")
+    return name.strip()
+
+
+def json_of(value: Any) -> str:
+    """Return JSON in UTF-8, in which lone surrogates are U+FFFD. Raises ValueError for numbers that
+    JSON has not.
+    """
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

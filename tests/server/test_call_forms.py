@@ -10,10 +10,10 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+from moe_infinity.server.formats import family_of
 from moe_infinity.server.grammars import (
     GrammarCompiler,
     Structure,
-    answer_form_of,
     calls_in,
     message_in,
     part_of,
@@ -37,7 +37,7 @@ TOOLS: list[Any] = [
                     "city": {"type": "string", "minLength": 1, "maxLength": 5},
                     "unit": {"type": "string", "enum": ["C", "F"]},
                     "days": {"type": "array", "items": SMALL, "maxItems": 2},
-                    "hour": {"$ref": "#/$defs/hour", "type": "integer"},
+                    "hour": {"$ref": "#/$defs/hour"},
                 },
                 "required": ["city", "unit", "days"],
                 "additionalProperties": False,
@@ -53,6 +53,27 @@ TOOLS: list[Any] = [
         },
     },
 ]
+ODD: list[Any] = [
+    {
+        "type": "function",
+        "function": {
+            "name": "edit",
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "text": {"type": "string"},
+                    "until": {"anyOf": [{"type": "string", "maxLength": 3}, {"type": "null"}]},
+                    "level": {"enum": ["low", 2, None]},
+                    "at": {"anyOf": [{"$ref": "#/$defs/at"}, {"type": "array", "maxItems": 0}]},
+                    "times": {"type": ["integer", "null"], "maximum": 9, "minimum": 0},
+                },
+                "required": ["level"],
+                "additionalProperties": False,
+                "$defs": {"at": {"type": "object", "additionalProperties": False}},
+            },
+        },
+    }
+]
 V3_1 = "{{ '<｜tool▁call▁begin｜>' + name + '<｜tool▁sep｜>' + arguments }}"
 # By model type: the end of a prompt, and a chat template where it decides.
 PROMPTS = {
@@ -64,6 +85,14 @@ PROMPTS = {
     "deepseek_v3, of version 3.1": ("<｜Assistant｜></think>", V3_1),
     "glm4_moe": ("<|assistant|>", ""),
     "mixtral": ("[INST] hi [/INST]", ""),
+    "qwen3_moe, Coder": ("<|im_start|>assistant\n", "<tool_call>\n<function="),
+    "nemotron_h": ("<|im_start|>assistant\n<think>\n", ""),
+    "nemotron_h, Nano 2": ("<SPECIAL_11>Assistant\n<think>\n", "<TOOLCALL>"),
+    "kimi_k25": ("<|im_assistant|>assistant<|im_middle|><think>", ""),
+    "minimax_m2": ("]~b]ai\n<think>\n", ""),
+    "glm_moe_dsa": ("<|assistant|><think>", ""),
+    "lfm2_moe": ("<|im_start|>assistant\n", ""),
+    "gemma4": ("<|turn>model\n", ""),
 }
 
 
@@ -82,17 +111,24 @@ class Kind:
         plain: Any = Plain(name)
         plain.chat_template = template
         self.format = MessageFormat(plain, plain)
-        self.form = answer_form_of(plain.model_type, template)
-        assert self.form is not None
+        form = family_of(plain.model_type, template)
+        assert form is not None
+        self.form = form.written
         self.ids = list(map(ord, self.prompt))
         self.tokenizer, self.compiler = vocabulary()
 
-    def write(self, seed: int, *, max_calls: int | None = 1, has_calls: bool = True) -> str:
+    def write(
+        self,
+        seed: int,
+        *,
+        max_calls: int | None = 1,
+        has_calls: bool = True,
+        offered: list[Any] = TOOLS,
+    ) -> str:
         """A message of tokens that the grammar allows: reasoning, then random ones."""
         lark = self.compiler.lark("tools")
-        assert self.form is not None
         if has_calls:
-            tools = tools_of(TOOLS, "parameters")
+            tools = tools_of(offered, "parameters")
             message = calls_in(lark, self.form.calls, tools, max_calls)
         else:
             structure = Structure("choice", ["yes", "no"], "structured_outputs.choice")
@@ -103,15 +139,22 @@ class Kind:
         sampler = Sampler([constraint], seed=seed, constraint=constraint)
         reasoning = "hm</think>" if is_thinking else ""
         if self.form.reasoning is not None:
-            none = "<|channel|>commentary" if has_calls else "<|channel|>final"
             reasoning = "hm".join(self.form.reasoning) if seed % 2 else ""
-            reasoning += none
+            opening = (self.form.calls.begin + self.form.calls.open).partition("NAME")[0]
+            reasoning += opening if has_calls else self.form.answer or "yes"
         wanted: list[int] = self.tokenizer(reasoning)["input_ids"]
+        form = self.form.calls
+        end = '"' if form.around_value is None or form.quotes else form.around_value[1]
+        ends = self.tokenizer(end)["input_ids"]
+        at = 0
         ids: list[int] = []
         while not constraint.is_complete and ids[-1:] != [0]:
             logits_V = torch.zeros(len(self.tokenizer))
             if len(ids) < len(wanted):
                 logits_V[wanted[len(ids)]] = 100.0
+            elif offered is ODD and len(ids) > 60:  # any text comes to its end
+                logits_V[ends[at % len(ends)]] = 12.0
+                at += 1
             ids.append(sampler.choose(logits_V).token_id)
             assert len(ids) < 2000
         assert ids[: len(wanted)] == wanted
@@ -172,10 +215,29 @@ def test_special_tokens_are_written_as_tokens():
 
 def test_what_a_kind_cannot_write_is_refused_by_name():
     kind = Kind("glm4_moe")
-    assert kind.form is not None
     lark = kind.compiler.lark("x")
     odd = {"type": "string", "pattern": "a+"}
     parameters = {"properties": {"a": odd}}
     tools = tools_of([{"function": {"name": "f", "parameters": parameters}}], "parameters")
     with pytest.raises(BadRequest, match="tools.0.parameters: .*pattern"):
         calls_in(lark, kind.form.calls, tools, None)
+
+
+@pytest.mark.parametrize("name", PROMPTS)
+def test_schemas_as_libraries_write_them_are_kept(name):
+    """What may be null, references, lists of types, and values of several types."""
+    kind = Kind(name)
+    found = []
+    for seed in range(6):
+        text = kind.write(seed, offered=ODD)
+        reader = kind.format.reader(kind.ids, ODD, max_calls=None)
+        reader.add(text, is_last=True)
+        (call,) = reader.message.calls
+        found.append(json.loads(call.arguments))
+    for arguments in found:
+        assert arguments["level"] in ("low", 2, "2", None)
+        assert arguments.get("at", {}) in ({}, [])
+        assert arguments.get("times") in (None, *range(10))
+        assert isinstance(arguments.get("text", ""), str)
+        assert len(arguments.get("until") or "") <= 4  # null, as a string
+    assert len({tuple(each) for each in found}) > 1

@@ -1,0 +1,87 @@
+"""The alternatives and types that a JSON schema has for a value as a whole."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+# Types of JSON by what json.loads returns.
+TYPES = {
+    str: "string", bool: "boolean", int: "integer", float: "number", dict: "object",
+    list: "array", type(None): "null",
+}  # fmt: skip
+
+
+def alternatives_of(schema: Any, root: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the schemas of which a value has to fit one: what references lead to, `anyOf`,
+    `oneOf`, an `allOf` of one, and each of several types. `root` has the definitions.
+    """
+    found: list[dict[str, Any]] = []
+    seen: set[str] = set()
+    waiting = deque([schema])
+    while waiting:
+        each = waiting.popleft()
+        if not isinstance(each, dict):
+            found.append({})
+        elif isinstance(reference := each.get("$ref"), str):
+            if reference not in seen:
+                waiting.append(_definition(reference, root))
+            seen.add(reference)
+        elif options := _options(each):
+            waiting.extend(options)
+        else:
+            kinds = each.get("type")
+            found += (
+                [each | {"type": kind} for kind in kinds] if isinstance(kinds, list) else [each]
+            )
+            if each.get("nullable") is True:
+                found.append({"type": "null"})
+    return found or [{}]
+
+
+def types_of(schema: Any, root: Mapping[str, Any]) -> list[str]:
+    """Return the types that a value may have; none if it may be anything."""
+    kinds: dict[str, None] = {}
+    for each in alternatives_of(schema, root):
+        values = [each["const"]] if "const" in each else each.get("enum")
+        stated = [each["type"]] if isinstance(each.get("type"), str) else []
+        if not stated and isinstance(values, list):
+            stated = [TYPES[type(value)] for value in values]
+        kinds |= dict.fromkeys(stated)
+    return list(kinds)
+
+
+def with_plain_types(tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return tools whose arguments have only types. One that may be a string is no number."""
+    plain = []
+    for tool in tools:
+        function = tool["function"]
+        parameters = function.get("parameters")
+        properties = parameters.get("properties") if isinstance(parameters, dict) else None
+        types = {
+            key: types_of(schema, parameters)
+            for key, schema in (properties if isinstance(properties, dict) else {}).items()
+        }
+        known = {
+            key: {"type": [kind for kind in kinds if "string" not in kinds or kind == "null"]}
+            for key, kinds in types.items()
+        }
+        plain.append({"function": {"name": function["name"], "parameters": {"properties": known}}})
+    return plain
+
+
+def _options(schema: Mapping[str, Any]) -> list[Any]:
+    for name in ("anyOf", "oneOf", "allOf"):
+        options = schema.get(name)
+        if isinstance(options, list) and (name != "allOf" or len(options) == 1):
+            return options
+    return []
+
+
+def _definition(reference: str, root: Mapping[str, Any]) -> Any:
+    """Return what a reference such as #/$defs/city leads to; None if there is nothing."""
+    found: Any = root
+    for name in reference.removeprefix("#/").split("/"):
+        found = found.get(name) if isinstance(found, dict) else None
+    return found
