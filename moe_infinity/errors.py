@@ -7,7 +7,7 @@ what to change.
     ├── DownloadError          a hub that does not give, a disk that does not take (an OSError)
     ├── UnsupportedModelError  a model this library cannot serve           (also a ValueError)
     ├── TraceError             a trace that cannot be written or read      (also an OSError)
-    ├── OutputError            a picture or page that cannot be written    (also an OSError)
+    ├── OutputError            a picture, page or prefix not written       (also an OSError)
     ├── LoadTimeout            an expert did not arrive in bounded time    (also a TimeoutError)
     ├── HostLost               another host is gone, silent or not ours   (also a ConnectionError)
     ├── OutOfMemory            the device has no room for a cache or for activations (a MemoryError)
@@ -47,7 +47,7 @@ class TraceError(MoEInfinityError, OSError):
 
 
 class OutputError(MoEInfinityError, OSError):
-    """A picture or a page could not be written; no partial file is left behind."""
+    """A picture, a page or a prefix could not be written; no partial file is left behind."""
 
 
 class LoadTimeout(MoEInfinityError, TimeoutError):

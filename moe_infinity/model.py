@@ -20,7 +20,6 @@ Both give the same bits. docs/architecture.md draws them and says which files to
 from __future__ import annotations
 
 import copy
-import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -34,7 +33,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from moe_infinity.architectures.attention_inputs import can_be_cut
 from moe_infinity.architectures.early_router import EarlyRouter
 from moe_infinity.architectures.model_parts import bytes_by_type
 from moe_infinity.architectures.stored_embedding import row_bytes_by_type
@@ -50,7 +48,7 @@ from moe_infinity.engine.experts import Experts
 from moe_infinity.engine.hooks import StepReader
 from moe_infinity.errors import Cancelled, ClosedError
 from moe_infinity.experts import Ints, Step, Tier
-from moe_infinity.memory.room import LEAST_TOKENS
+from moe_infinity.long_prompts import in_passes
 from moe_infinity.predict.eamc import RequestEam
 from moe_infinity.predict.history import History
 from moe_infinity.predict.predictor import check_policy
@@ -61,7 +59,8 @@ from moe_infinity.streaming import TextStream, check_one_sequence, streamed_argu
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-logger = logging.getLogger(__name__)
+    from moe_infinity.prefixes.saved import Prefix, Prompt
+
 POLL_S = 0.05  # between looks at whether experts are preloaded
 
 
@@ -171,7 +170,8 @@ class MoE:
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Call transformers' `generate()`: same arguments, same result. Tensors may be on any
-        device; the result is on the model's device.
+        device; the result is on the model's device. `prefix`, of `load_prefix`: the prompt begins
+        with its tokens, and they are not computed.
         """
         return self._generate(None, *args, **kwargs)
 
@@ -194,33 +194,33 @@ class MoE:
             kwargs = {name: self._device.move(value) for name, value in kwargs.items()}
             if not self._device.is_cpu:
                 kwargs.setdefault("disable_compile", True)  # which experts run depends on data
+            prefix = kwargs.pop("prefix", None)
             named = signature(self.model.generate).bind_partial(*args).arguments | kwargs
-            kwargs |= self._in_passes(named)
+            kwargs |= in_passes(self.model, self.engine.room, named)
             try:
                 with self._steps.generating(named), self.engine.cancellable(cancelled):
+                    if prefix is not None:
+                        kwargs = prefix.begin(self, named) | kwargs
                     return self.model.generate(*args, **kwargs)
             finally:
                 self._experts.synchronize()
 
-    def _in_passes(self, named: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the setting by which `generate()` takes a prompt in several passes, if memory has
-        no room for it in one.
+    def save_prefix(self, path: str | Path, prompt: Prompt) -> Prefix:
+        """Compute the beginning of prompts, text or ids of one sequence, and write it to a file for
+        its owner alone. Raises UnsupportedModelError, OutputError and ConfigError.
         """
-        ids = named.get("input_ids", named.get("inputs"))
-        settings = named.get("generation_config") or self.model.generation_config
-        is_set = settings.prefill_chunk_size is not None or "prefill_chunk_size" in named
-        uses_cache = named.get("use_cache", settings.use_cache) is not False
-        is_plain = isinstance(ids, torch.Tensor) and ids.ndim == 2 and uses_cache
-        if is_set or not is_plain or not can_be_cut(self.model.config):
-            return {}
-        num_sequences, length = ids.shape
-        room = self.engine.room
-        fitting = room.tokens_at_once(num_sequences * length, length, num_sequences * length)
-        at_once = max(fitting // max(num_sequences, 1), LEAST_TOKENS)
-        if at_once >= length:
-            return {}
-        logger.info("memory has room for %d of the prompt's %d tokens at once", at_once, length)
-        return {"prefill_chunk_size": at_once}
+        from moe_infinity.prefixes.saved import save_prefix
+
+        with self._lock:
+            return save_prefix(self, path, prompt)
+
+    def load_prefix(self, path: str | Path) -> Prefix:
+        """Read what `save_prefix` wrote. Raises CheckpointError for a damaged file, and ConfigError
+        for one of other weights, another dtype, version or processor, naming what differs.
+        """
+        from moe_infinity.prefixes.saved import load_prefix
+
+        return load_prefix(self, path)
 
     # Steps of a caller that batches requests by itself, as the server does
 

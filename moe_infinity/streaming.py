@@ -116,9 +116,9 @@ def unstreamed(config: Any) -> list[str]:
     return [name for name, asked in is_asked.items() if asked]
 
 
-def streamed_arguments(model: Any, tokenizer: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return arguments of generate() with which it streams one sequence, as these and the model's
-    generation_config say. Raises ConfigError that names a setting with which it cannot.
+def merged_settings(model: Any, arguments: Mapping[str, Any]) -> Any:
+    """The settings of a generate() with these arguments: they, its generation_config, or the
+    model's say them.
     """
     given = arguments.get("generation_config")
     config = copy(model.generation_config)
@@ -126,6 +126,14 @@ def streamed_arguments(model: Any, tokenizer: Any, arguments: Mapping[str, Any])
     for name, value in {**asked, **arguments}.items():
         if value is not None and hasattr(config, name):
             setattr(config, name, value)
+    return config
+
+
+def streamed_arguments(model: Any, tokenizer: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return arguments of generate() with which it streams one sequence, as these and the model's
+    generation_config say. Raises ConfigError that names a setting with which it cannot.
+    """
+    config = merged_settings(model, arguments)
     several = ["num_return_sequences"] if (config.num_return_sequences or 1) > 1 else []
     for name in [*unstreamed(config), *several]:
         raise ConfigError(

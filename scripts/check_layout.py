@@ -73,6 +73,7 @@ ROOTS = ("__main__", "entrypoints")  # what puts the command line together, and 
 IMPORTED_BY = {
     "cli": Rule((*ROOTS, "tools", "cluster"), "the library works without its command line"),
     "server": Rule(("cli", "cluster"), "the library works without its server's packages"),
+    "prefixes": Rule(("model", "server", "cli"), "prompts are kept for those who compute them"),
     "tools": Rule(ROOTS, "what looks at runs and machines is not what runs"),
     "gpu": Rule(("model",), "a machine without a GPU imports none of it"),
     "entrypoints": Rule((), "commands of an older MoE-Infinity are nothing to build on"),

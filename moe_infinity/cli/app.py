@@ -29,6 +29,7 @@ from moe_infinity.cli.options import (
     MaxNewTokens,
     Model,
     ModelOptions,
+    PromptStoreOptions,
     Seed,
     Temperature,
     TopP,
@@ -166,7 +167,7 @@ def options_of_all(
 def run_watched_by(watcher: type[RunWatcher]) -> Command:
     """The command `run`, with the options of a watcher."""
 
-    @with_options_of(watcher, ModelOptions, ClusterOptions)
+    @with_options_of(watcher, PromptStoreOptions, ModelOptions, ClusterOptions)
     def run(
         model: Model,
         prompt: Annotated[
@@ -188,11 +189,12 @@ def run_watched_by(watcher: type[RunWatcher]) -> Command:
     ) -> None:
         """Continue a prompt."""
         watching = taken(watcher, options).watching
+        store = taken(PromptStoreOptions, options)
         text = _text_of(prompt)
-        with open_model(model, yes=yes, **options) as moe:
+        with open_model(model, yes=yes, **options) as moe, store.opened(moe) as prefix:
             show_preload(moe)
             settings = settings_of(max_new_tokens, temperature, top_p, seed)
-            stream = moe.stream(text, **settings)
+            stream = moe.stream(text, prefix=prefix, **settings)
             with watching(moe, text, stream, settings):
                 for piece in stream:
                     if not as_json:

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from inspect import Signature, signature
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
 from moe_infinity.cache.policies import ACTIVATION_AWARE, POLICIES
 from moe_infinity.errors import CheckpointError, ConfigError
+from moe_infinity.sizes import parse_size
 from moe_infinity.system.files import expanded
+
+if TYPE_CHECKING:
+    from moe_infinity.model import MoE
+    from moe_infinity.prefixes.kept import KeptPrompt
 
 # Where the extra demo installs what these names mean.
 BUNDLED = {"demo": "moe_infinity_demo", "demo-long": "moe_infinity_demo.long"}
@@ -181,6 +187,41 @@ class ModelOptions:
         ),
     ] = "auto"
     trust_remote_code: TrustRemoteCode = False
+
+
+@dataclass(kw_only=True)
+class PromptStoreOptions:
+    """Options of a command whose prompt is kept on disk."""
+
+    prompt_store: Annotated[
+        str,
+        typer.Option(
+            metavar="FOLDER|off",
+            help="Keep a prompt of more than 256 tokens in this folder, and begin with what it "
+            "has of one.",
+        ),
+    ] = "off"
+    prompt_store_size: Annotated[
+        str,
+        typer.Option(
+            metavar="SIZE", help="The most disk space for it, e.g. 2GiB; 1 GiB stays free."
+        ),
+    ] = "10GiB"
+
+    def __post_init__(self) -> None:
+        parse_size(self.prompt_store_size, whole_bytes=0)
+
+    @contextmanager
+    def opened(self, moe: MoE) -> Iterator[KeptPrompt | None]:
+        """Gives what `MoE.stream` takes as `prefix`. Raises what `kept_prompt` raises."""
+        if self.prompt_store == "off":
+            yield None
+            return
+        # Imported here: `--help` should not wait for torch.
+        from moe_infinity.prefixes.kept import kept_prompt
+
+        with kept_prompt(moe, self.prompt_store, self.prompt_store_size) as prompt:
+            yield prompt
 
 
 Command = Callable[..., None]

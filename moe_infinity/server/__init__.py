@@ -8,8 +8,6 @@ sequences.py  a sequence, from a request to its last output: token ids become te
 passes.py     the forward passes
 decoding.py   the sequences that decode, in batches of those that a model computes alike
 batch.py      the KV cache of such a batch
-lengths.py    which lengths of sequences a model computes alike
-prefix_cache.py  what later requests may begin with
 generation.py how an answer is generated: its request's settings over the checkpoint's
 sampling.py   the next token of one sequence, and log-probabilities
 

@@ -16,47 +16,16 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers.cache_utils import (
     DynamicCache,
-    DynamicLayer,
     DynamicSlidingWindowLayer,
-    LinearAttentionAndFullAttentionLayer,
-    LinearAttentionAndSlidingWindowAttentionLayer,
     LinearAttentionLayer,
 )
 
 from moe_infinity.architectures import attention_inputs
-
-# Not DynamicIndexedLayer: sparse attention also selects positions of the padding, so a sequence's
-# tokens depend on its neighbours (seen with DeepSeek-V3.2 and GLM-5, tiny and random).
-JOINABLE = (
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    LinearAttentionLayer,
-    LinearAttentionAndFullAttentionLayer,
-    LinearAttentionAndSlidingWindowAttentionLayer,
+from moe_infinity.prefixes.cache_layers import (
+    growing_names_of,
+    recurrent_states_of,
+    tensors_of,
 )
-
-
-def layers_that_cannot_join(config: Any) -> list[str]:
-    """Names of the cache layer classes of a model whose caches cannot be joined."""
-    layers = DynamicCache(config=config).layers
-    kept = [layer for layer in layers if not attention_inputs.keeps_nothing(layer)]
-    return sorted({type(layer).__name__ for layer in kept if type(layer) not in JOINABLE})
-
-
-def has_recurrent_layers(config: Any) -> bool:
-    """Return True if a layer of the model keeps a recurrent state instead of keys and values."""
-    layers = DynamicCache(config=config).layers
-    return any(isinstance(layer, LinearAttentionLayer) for layer in layers)
-
-
-def has_tokens(cache: DynamicCache, num_tokens: int) -> bool:
-    """Return True if a cache holds this many tokens of each sequence, padding included. A recurrent
-    state does not say how many it has seen: where there is nothing else, one that exists is enough.
-    """
-    layers = [layer for layer in cache.layers if isinstance(layer, DynamicLayer)]
-    if not layers:
-        return any(map(_tensors, cache.layers))
-    return any(layer.get_seq_length() == num_tokens for layer in layers)
 
 
 class DecodeBatch:
@@ -126,7 +95,7 @@ class DecodeBatch:
         """Bring back the state before a step that failed in the middle."""
         layers = [] if self.cache is None else self.cache.layers
         for layer, overwritten in zip(layers, self._overwritten, strict=True):
-            for name in _growing(layer):
+            for name in growing_names_of(layer):
                 setattr(layer, name, getattr(layer, name)[:, :, : self.longest])
             for name, value in overwritten.items():
                 setattr(layer, name, value)
@@ -147,7 +116,7 @@ class DecodeBatch:
 
 def bytes_of(cache: DynamicCache) -> int:
     """Memory of a cache."""
-    return sum(tensor.nbytes for layer in cache.layers for tensor in _tensors(layer))
+    return sum(tensor.nbytes for layer in cache.layers for tensor in tensors_of(layer))
 
 
 def row_of(cache: DynamicCache, row: int, length: int) -> DynamicCache:
@@ -170,38 +139,20 @@ def _copied(layer: Any) -> Any:
     return copied
 
 
-def _recurrent_states(layer: Any) -> list[dict[int, Tensor | None]]:
-    is_recurrent = isinstance(layer, LinearAttentionLayer)
-    return [layer.conv_states, layer.recurrent_states] if is_recurrent else []
-
-
-def _growing(layer: Any) -> tuple[str, ...]:
-    """Names of a layer's tensors that grow with the sequence.
-
-    There are none in a layer without attention, or that shares keys and values with another layer.
-    """
-    is_growing = isinstance(layer, DynamicLayer) and layer.is_initialized
-    return ("keys", "values") if is_growing else ()
-
-
 def _overwritten(layer: Any) -> dict[str, Any]:
     """Attributes of a layer that cannot be cut back to the state before a step: a window forgets
     its first token, and recurrent states change in place.
     """
     kept: dict[str, Any] = {}
     if isinstance(layer, DynamicSlidingWindowLayer):
-        kept = {name: getattr(layer, name) for name in (*_growing(layer), "cumulative_length")}
+        kept = {
+            name: getattr(layer, name) for name in (*growing_names_of(layer), "cumulative_length")
+        }
     if isinstance(layer, LinearAttentionLayer):
         for name in ("conv_states", "recurrent_states"):
             states = getattr(layer, name).items()
             kept[name] = {idx: None if x is None else x.clone() for idx, x in states}
     return kept
-
-
-def _tensors(layer: Any) -> list[Tensor]:
-    states = [state for states in _recurrent_states(layer) for state in states.values()]
-    growing = [getattr(layer, name) for name in _growing(layer)]
-    return [tensor for tensor in (*states, *growing) if tensor is not None]
 
 
 def _width(layer: Any, total: int) -> int:
@@ -212,12 +163,12 @@ def _width(layer: Any, total: int) -> int:
 
 
 def _join_layer(layer: Any, other: Any, total: int) -> None:
-    for states, more in zip(_recurrent_states(layer), _recurrent_states(other), strict=True):
+    for states, more in zip(recurrent_states_of(layer), recurrent_states_of(other), strict=True):
         for idx, state in states.items():
             if state is not None:
                 states[idx] = torch.cat([state, more[idx]])  # type: ignore[list-item]
     width = _width(layer, total)
-    for name in _growing(layer):
+    for name in growing_names_of(layer):
         both = [_widened(getattr(one, name), width) for one in (layer, other)]
         setattr(layer, name, torch.cat(both))
     if isinstance(layer, DynamicSlidingWindowLayer):
@@ -231,7 +182,7 @@ def _widened(x_BHTD: Tensor, width: int) -> Tensor:
 
 def _keep_rows(layer: Any, rows_B: Tensor, total: int) -> None:
     width = _width(layer, total)
-    for name in _growing(layer):
+    for name in growing_names_of(layer):
         x_BHTD = getattr(layer, name)
         setattr(layer, name, x_BHTD[:, :, x_BHTD.shape[2] - width :])
     layer.reorder_cache(rows_B)  # copies, so the other rows are freed

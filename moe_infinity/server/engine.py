@@ -27,12 +27,12 @@ from torch import Tensor
 
 from moe_infinity.errors import Cancelled, CheckpointError, ConfigError
 from moe_infinity.model import MoE
+from moe_infinity.prefixes.prompt_store import PromptStore
 from moe_infinity.server.config import ServeConfig
 from moe_infinity.server.counts import EngineCounts
 from moe_infinity.server.decoding import Decoding
 from moe_infinity.server.generation import Generation
 from moe_infinity.server.passes import Passes
-from moe_infinity.server.prompt_store import PromptStore
 from moe_infinity.server.reading import Left, Reading
 from moe_infinity.server.sequences import (
     DeadlineExceeded,

@@ -17,32 +17,39 @@ import numpy as np
 import torch
 from torch import Tensor
 from transformers import GenerationMixin
-from transformers.cache_utils import DynamicCache, DynamicSlidingWindowLayer
+from transformers.cache_utils import DynamicCache
 
 from moe_infinity.architectures.attention_inputs import cache_parameter
-from moe_infinity.errors import CheckpointError, ConfigError, UnsupportedModelError
+from moe_infinity.errors import (
+    CheckpointError,
+    ConfigError,
+    MoEInfinityError,
+    UnsupportedModelError,
+)
 from moe_infinity.experts import Phase, Step
 from moe_infinity.memory.needs import USUAL_TOKENS
 from moe_infinity.memory.room import LEAST_TOKENS
 from moe_infinity.model import MoE
-from moe_infinity.server.batch import (
-    DecodeBatch,
+from moe_infinity.prefixes.cache_layers import (
+    cut_windows,
     has_recurrent_layers,
     has_tokens,
+    keep_windows,
     layers_that_cannot_join,
 )
+from moe_infinity.prefixes.continuing import why_not, why_not_in_parts
+from moe_infinity.prefixes.lengths import Lengths
+from moe_infinity.prefixes.prefix_cache import PREFIX_SHARE, PrefixCache
+from moe_infinity.prefixes.prompt_store import PromptStore
+from moe_infinity.prefixes.store_key import open_store
+from moe_infinity.server.batch import DecodeBatch
 from moe_infinity.server.config import ServeConfig
-from moe_infinity.server.continuing import why_not, why_not_continued
 from moe_infinity.server.generation import Generation
-from moe_infinity.server.lengths import Lengths
-from moe_infinity.server.prefix_cache import PrefixCache
-from moe_infinity.server.prompt_store import PromptStore
 from moe_infinity.server.sampling import ChosenToken, prompt_logprobs
 from moe_infinity.server.sequences import NoEmbeddings, QueueFull, Running
 from moe_infinity.sizes import parse_size
 
 logger = logging.getLogger(__name__)
-PREFIX_SHARE = 0.1  # of the memory that is not taken by the model's dense weights
 
 
 class Passes:
@@ -290,12 +297,19 @@ class Passes:
         )
 
 
-def why_not_in_parts(moe: MoE) -> str | None:
-    """Why a prompt has to be computed in one pass; None if several give the same logits."""
-    apart = layers_that_cannot_join(moe.model.config)
-    if apart:
-        return f"the caches of this model cannot be put together ({', '.join(apart)})"
-    return why_not_continued(moe) if has_recurrent_layers(moe.model.config) else None
+def store_of(moe: MoE, config: ServeConfig) -> PromptStore | None:
+    """The store that the options name; None if there is to be none, or none can be. The log says
+    why.
+    """
+    gives_exact_bits = config.max_batch == 1 and moe.config.is_exact
+    is_off = config.prefix_cache == "off" or (config.prefix_cache is None and gives_exact_bits)
+    if config.prompt_store == "off" or is_off:
+        return None
+    try:
+        return open_store(moe, config.prompt_store, config.prompt_store_size)
+    except (OSError, RuntimeError, MoEInfinityError) as error:
+        logger.warning("prompts are not kept on disk: %s", error)
+        return None
 
 
 def prefixes_of(
@@ -350,18 +364,3 @@ def last_hidden_states(model: Any) -> Iterator[list[Tensor]]:
         yield states
     finally:
         hook.remove()
-
-
-def keep_windows(cache: DynamicCache) -> None:
-    """Let layers with a sliding window keep the tokens of a chunk until `cut_windows`."""
-    for layer in cache.layers:
-        if isinstance(layer, DynamicSlidingWindowLayer):
-            layer.activate_past_recording()
-
-
-def cut_windows(cache: DynamicCache, *, is_last: bool) -> None:
-    """Cut these layers to their windows; with `is_last` for good."""
-    for layer in cache.layers:
-        if isinstance(layer, DynamicSlidingWindowLayer):
-            layer.crop(0)
-            layer.record_past = not is_last

@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from moe_infinity.errors import CheckpointError
 from moe_infinity.model import MoE
+from moe_infinity.prefixes.lengths import has_growing_context, longest_context
 from moe_infinity.server.chat import ChatBody
 from moe_infinity.server.config import ServeConfig
 from moe_infinity.server.efforts import HINTS
@@ -30,7 +31,6 @@ from moe_infinity.server.grammars import (
     tight,
     tools_of,
 )
-from moe_infinity.server.lengths import has_growing_context, longest_context
 from moe_infinity.server.limits import LISTED
 from moe_infinity.server.messages import MessageFormat
 from moe_infinity.server.protocol import (

@@ -21,8 +21,8 @@ from transformers.cache_utils import DynamicCache
 
 from moe_infinity.detokenizer import UNFINISHED, Detokenizer
 from moe_infinity.errors import MoEInfinityError
+from moe_infinity.prefixes.prefix_tree import Branch
 from moe_infinity.server.generation import Settings
-from moe_infinity.server.prefix_tree import Branch
 from moe_infinity.server.sampling import ChosenToken, Constraint, Sampler, Sampling
 from moe_infinity.server.thoughts import ThoughtBudget
 

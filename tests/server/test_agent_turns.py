@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 
 from moe_infinity import MoE
-from moe_infinity.server.prefix_cache import LEAST_TOKENS
-from moe_infinity.server.prefix_tree import BLOCK
+from moe_infinity.prefixes.prefix_cache import LEAST_TOKENS
+from moe_infinity.prefixes.prefix_tree import BLOCK
 from tests.conftest import save_tokenizer
 from tests.server.driving import answered, assert_same_answer, cached, make_engine
 from tests.sweep import tiny

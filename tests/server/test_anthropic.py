@@ -10,7 +10,7 @@ import pytest
 from anthropic.types import Message, ToolParam
 from anthropic.types.shared import ErrorResponse
 
-from moe_infinity.server.prefix_tree import BLOCK
+from moe_infinity.prefixes.prefix_tree import BLOCK
 from tests.server.driving import generated, words
 from tests.server.serving import serving
 

@@ -17,7 +17,7 @@ from moe_infinity import MoE
 from moe_infinity.architectures.attention_inputs import CACHE_NAMES
 from moe_infinity.errors import UnsupportedModelError
 from moe_infinity.experts import Phase, Step
-from moe_infinity.server.batch import has_tokens
+from moe_infinity.prefixes.cache_layers import has_tokens
 from tests.cache_name import CACHE
 from tests.server.driving import Client, generated, make_engine, run_all
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from moe_infinity import MoE
+from moe_infinity.prefixes.prefix_tree import BLOCK
 from moe_infinity.server import sampling
-from moe_infinity.server.prefix_tree import BLOCK
 from moe_infinity.server.sampling import Sampling, with_logprobs
 from tests.closeness import routing_margins
 from tests.conftest import SPECIAL_TOKENS, VOCAB_SIZE, save_tokenizer

@@ -13,9 +13,9 @@ from transformers.cache_utils import DynamicCache
 
 from moe_infinity import MoE
 from moe_infinity.errors import ConfigError
-from moe_infinity.server.continuing import why_not
-from moe_infinity.server.prefix_cache import PrefixCache
-from moe_infinity.server.prefix_tree import BLOCK, LEAST_BLOCK_BYTES
+from moe_infinity.prefixes.continuing import why_not
+from moe_infinity.prefixes.prefix_cache import PrefixCache
+from moe_infinity.prefixes.prefix_tree import BLOCK, LEAST_BLOCK_BYTES
 from tests.server.driving import Client, answered, assert_same_answer, cached, make_engine, run_all
 from tests.server.serving import serving
 from tests.sweep import tiny

@@ -15,12 +15,13 @@ import pytest
 import torch
 
 from moe_infinity import MoE
-from moe_infinity.server import prompt_store
-from moe_infinity.server.cache_bytes import CacheBytes, Part
+from moe_infinity.prefixes import prompt_store
+from moe_infinity.prefixes.cache_bytes import CacheBytes, Part
+from moe_infinity.prefixes.prompt_store import Damaged, PromptStore, Stored, contents, file_bytes
+from moe_infinity.prefixes.store_key import key_of
 from moe_infinity.server.config import ServeConfig
 from moe_infinity.server.engine import Engine
-from moe_infinity.server.prompt_store import Damaged, PromptStore, Stored, contents, file_bytes
-from moe_infinity.server.store_key import key_of, store_of
+from moe_infinity.server.passes import store_of
 from tests.conftest import save_tokenizer
 from tests.server.driving import Client, answered, assert_same_answer, cached
 from tests.sweep import tiny

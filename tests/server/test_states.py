@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from moe_infinity import MoE
-from moe_infinity.server.prefix_tree import State
+from moe_infinity.prefixes.prefix_tree import State
 from tests.conftest import save_tokenizer
 from tests.server.driving import (
     TOLERANCE,

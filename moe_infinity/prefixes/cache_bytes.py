@@ -151,17 +151,20 @@ class CacheBytes:
         blocks: Sequence[Block],
         state: Tensor | None,
         device: torch.device,
+        *,
+        num_tokens: int | None = None,
     ) -> None:
         """Put these tokens, and the state behind them, into an empty cache of one sequence. All
-        blocks but the last have as many tokens as the first.
+        blocks but the last have as many tokens as the first. `num_tokens`: only so many of them.
         """
-        num_tokens = sum(block.num_tokens for block in blocks)
+        if num_tokens is None:
+            num_tokens = sum(block.num_tokens for block in blocks)
         start = 0  # in bytes for each token
         found: dict[int, dict[str, Tensor]] = {}
         for part in self.tokens:
             end = start + part.num_bytes
             pieces = [Block(num, data[num * start : num * end]) for num, data in blocks]
-            x_1HTd = _joined(pieces, part).to(device)
+            x_1HTd = _joined(pieces, part)[:, :, :num_tokens].to(device)
             found.setdefault(part.layer_idx, {})[part.name] = x_1HTd
             start = end
         if state is not None:

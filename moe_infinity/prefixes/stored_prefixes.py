@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from moe_infinity.server.prefix_tree import BLOCK, Node, Tokens, name_below, up_to_state
-from moe_infinity.server.prompt_store import PromptStore
+from moe_infinity.prefixes.prefix_tree import BLOCK, Node, Tokens, name_below, up_to_state
+from moe_infinity.prefixes.prompt_store import PromptStore
 
 
 class Absent(NamedTuple):

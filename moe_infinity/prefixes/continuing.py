@@ -13,9 +13,9 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingW
 from moe_infinity.architectures.attention_inputs import keeps_nothing
 from moe_infinity.errors import MoEInfinityError
 from moe_infinity.experts import Phase, Step
-from moe_infinity.model import MoE
-from moe_infinity.server.batch import has_recurrent_layers
-from moe_infinity.server.prefix_tree import BLOCK
+from moe_infinity.prefixes.cache_layers import has_recurrent_layers, layers_that_cannot_join
+from moe_infinity.prefixes.loaded import Loaded
+from moe_infinity.prefixes.prefix_tree import BLOCK
 
 TRIAL_TOKENS = 32  # of `why_not_continued`
 TRIAL_CUT = 19  # tokens of the first of two passes
@@ -38,7 +38,15 @@ def why_not(config: Any) -> str | None:
     return None
 
 
-def why_not_continued(moe: MoE) -> str | None:
+def why_not_in_parts(moe: Loaded) -> str | None:
+    """Why a prompt has to be computed in one pass; None if several give the same logits."""
+    apart = layers_that_cannot_join(moe.model.config)
+    if apart:
+        return f"the caches of this model cannot be put together ({', '.join(apart)})"
+    return why_not_continued(moe) if has_recurrent_layers(moe.model.config) else None
+
+
+def why_not_continued(moe: Loaded) -> str | None:
     """Why a model with recurrent layers cannot compute a prompt in several passes; None if it can.
     Some begin anew with every pass of several tokens. It shows in the logits of a prompt, computed
     in one and in two passes.
@@ -57,7 +65,7 @@ def why_not_continued(moe: MoE) -> str | None:
     )
 
 
-def _logits_of(moe: MoE, ends: Sequence[int]) -> list[Tensor]:
+def _logits_of(moe: Loaded, ends: Sequence[int]) -> list[Tensor]:
     """[T, V] float32 of each pass over a prompt that is cut at `ends`."""
     cache = DynamicCache(config=moe.model.config)
     vocab_size = moe.model.config.get_text_config().vocab_size

@@ -40,7 +40,7 @@ from torch import Tensor
 
 from moe_infinity.memory import threads
 from moe_infinity.memory.threads import ReadThreads
-from moe_infinity.server.cache_bytes import CacheBytes
+from moe_infinity.prefixes.cache_bytes import CacheBytes
 from moe_infinity.system.files import (
     create_new,
     make_private_folder,
@@ -120,6 +120,14 @@ class PromptStore:
             self._look_around(self._num_bytes)
 
     # for the engine's thread
+
+    @property
+    def is_empty(self) -> bool:
+        """True if nothing was kept for this model and arithmetic."""
+        try:
+            return not any(FILE_NAME.fullmatch(name) for name in os.listdir(self._folder))
+        except OSError:
+            return True
 
     def size(self, file: str) -> int | None:
         """The bytes of a file, which may still be of no use; None if there is none."""
@@ -312,7 +320,7 @@ def file_bytes(name: str, stored: Stored) -> bytes:
     arrays = {"data": stored.data.numpy(), "parts": _array(stored.parts.text().encode())}
     if stored.experts is not None:
         arrays["experts"] = np.ascontiguousarray(stored.experts)
-    return safetensors.numpy.save(arrays | {"checksum": _checksum(name, arrays)})
+    return safetensors.numpy.save(arrays | {"checksum": checksum_of(name, arrays)})
 
 
 def contents(name: str, data: bytes) -> Stored:
@@ -320,7 +328,7 @@ def contents(name: str, data: bytes) -> Stored:
     try:
         arrays = safetensors.numpy.load(data)
         checksum = arrays.pop("checksum")
-        if not np.array_equal(checksum, _checksum(name, arrays)):
+        if not np.array_equal(checksum, checksum_of(name, arrays)):
             raise Damaged("its checksum is wrong")
         parts = CacheBytes.read(arrays["parts"].tobytes().decode())
         return Stored(torch.from_numpy(arrays["data"]), arrays.get("experts"), parts)
@@ -332,7 +340,7 @@ def _array(data: bytes) -> Array:
     return np.frombuffer(data, dtype=np.uint8)
 
 
-def _checksum(name: str, arrays: dict[str, Array]) -> Array:
+def checksum_of(name: str, arrays: dict[str, Array]) -> Array:
     """The checksum of the name and all arrays, whatever their order."""
     digest = hashlib.sha256(name.encode())
     for key, array in sorted(arrays.items()):

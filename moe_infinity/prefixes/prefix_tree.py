@@ -13,7 +13,7 @@ import numpy as np
 from torch import Tensor
 
 from moe_infinity.experts import Ints
-from moe_infinity.server.prompt_store import Kept
+from moe_infinity.prefixes.prompt_store import Kept
 
 BLOCK = 16  # tokens
 # A block counts as this much however small its keys and values are: its tokens and its node take

@@ -33,8 +33,8 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
 from moe_infinity.experts import Ints
-from moe_infinity.server.cache_bytes import Block, CacheBytes
-from moe_infinity.server.prefix_tree import (
+from moe_infinity.prefixes.cache_bytes import Block, CacheBytes
+from moe_infinity.prefixes.prefix_tree import (
     BLOCK,
     Branch,
     Node,
@@ -44,10 +44,11 @@ from moe_infinity.server.prefix_tree import (
     name_below,
     up_to_state,
 )
-from moe_infinity.server.prompt_store import PromptStore, StoreCounts
-from moe_infinity.server.stored_prefixes import wanted_of
+from moe_infinity.prefixes.prompt_store import PromptStore, StoreCounts
+from moe_infinity.prefixes.stored_prefixes import wanted_of
 
 logger = logging.getLogger(__name__)
+PREFIX_SHARE = 0.1  # of the memory that is not taken by the model's dense weights
 # Between two states inside a text. They are as far apart as a state has the bytes of keys and
 # values, so that they take no more than these, within bounds.
 LEAST_SPACING = 256

@@ -1,0 +1,34 @@
+"""A prompt that memory has no room for in one pass of `generate()`."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from moe_infinity.architectures.attention_inputs import can_be_cut
+from moe_infinity.memory.room import LEAST_TOKENS, Room
+
+logger = logging.getLogger(__name__)
+
+
+def in_passes(model: Any, room: Room, named: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the setting by which `generate()` takes a prompt in several passes, if memory has no
+    room for it in one. `named` are its arguments.
+    """
+    ids = named.get("input_ids", named.get("inputs"))
+    settings = named.get("generation_config") or model.generation_config
+    is_set = settings.prefill_chunk_size is not None or "prefill_chunk_size" in named
+    uses_cache = named.get("use_cache", settings.use_cache) is not False
+    is_plain = isinstance(ids, torch.Tensor) and ids.ndim == 2 and uses_cache
+    if is_set or not is_plain or not can_be_cut(model.config):
+        return {}
+    num_sequences, length = ids.shape
+    fitting = room.tokens_at_once(num_sequences * length, length, num_sequences * length)
+    at_once = max(fitting // max(num_sequences, 1), LEAST_TOKENS)
+    if at_once >= length:
+        return {}
+    logger.info("memory has room for %d of the prompt's %d tokens at once", at_once, length)
+    return {"prefill_chunk_size": at_once}
