@@ -112,9 +112,16 @@ def _scales(slot, is_there_N, row_R, group_N, MATRIX: tl.constexpr):
         # 2 ** -127 has no exponent.
         bits_RN = tl.where(exponent_RN == 0, 1 << 22, exponent_RN << 23)
         scale_RN = bits_RN.to(tl.float32, bitcast=True)
+    elif MATRIX.has_float8_scales:  # a float16 that lacks a factor of 2 ** 8
+        byte_RN = tl.load(slot + SCALE.offset + at_RN, mask=is_there_RN, other=0).to(tl.int32)
+        bits_RN = ((byte_RN & 0x80) << 8) | ((byte_RN & 0x7F) << 7)
+        scale_RN = bits_RN.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * 256.0
     else:
         scales = floats_at(slot, SCALE.offset, tl.constexpr(SCALE.dtype))
         scale_RN = tl.load(scales + at_RN, mask=is_there_RN, other=0).to(tl.float32)
+    if MATRIX.weight.global_scale is not None:
+        number = tl.load(floats_at(slot, MATRIX.weight.global_scale.offset, "float32"))
+        scale_RN = scale_RN / number if MATRIX.kind == "nvfp4_divided" else scale_RN * number
     return scale_RN
 
 
@@ -167,7 +174,7 @@ def _row_values(slot, row_R, first_N, MATRIX: tl.constexpr):
         values = _whole_numbers(words_RNW1 ^ -0x7F7F7F80, place_111P, 8) - 128.0
     elif MATRIX.kind == "int4":
         values = _whole_numbers(words_RNW1, place_111P, 4)
-    elif MATRIX.kind == "mxfp4":
+    elif MATRIX.is_fp4:
         values = _float_values(words_RNW1, tl.arange(0, 4)[None, None, None, :] * 4, 12, 9, 0xE00)
     else:
         values = _float_values(words_RNW1, tl.arange(0, 2)[None, None, None, :] * 8, 8, 7, 0x3F80)

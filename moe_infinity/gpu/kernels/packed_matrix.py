@@ -14,6 +14,7 @@ from moe_infinity.kernels.triton.slot_mlp import LOAD_BYTES, Matrix, SlotMlp, pl
 from moe_infinity.kernels.unpack import BLOCKS
 from moe_infinity.layout import (
     EXPONENTS,
+    FLOAT8,
     NIBBLES,
     PLAIN,
     WORDS,
@@ -22,11 +23,12 @@ from moe_infinity.layout import (
     block_of,
 )
 
-LOADED = {"int8": 16, "fp8": 16, "int4": 32, "mxfp4": 32, **dict.fromkeys(WORDS, 32)}  # values
+FP4 = ("mxfp4", "nvfp4", "nvfp4_divided")
+LOADED = {"int8": 16, "fp8": 16, "int4": 32, **dict.fromkeys(FP4 + WORDS, 32)}  # values
 BLOCK_CHUNKS = {"q8_0": 32, "q4_k": 32, "q6_k": 16, "ggml_mxfp4": 32}  # columns that share a scale
 NUMBER_BITS = {"int8": 8, "int4": 4, **dict.fromkeys(WORDS, 4)}
 # What values lack because their bits are read as those of a float16.
-UNITS = {"fp8": 2.0**8, "mxfp4": 2.0**14}
+UNITS = {"fp8": 2.0**8, **dict.fromkeys(FP4, 2.0**14)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +68,16 @@ class PackedMatrix(Matrix):
         return self.weight.scale is not None and self.weight.scale.dtype in EXPONENTS
 
     @property
+    def has_float8_scales(self) -> bool:
+        """Return True if scales are stored as float8_e4m3fn."""
+        return self.weight.scale is not None and self.weight.scale.dtype == FLOAT8
+
+    @property
+    def is_fp4(self) -> bool:
+        """Return True if values are floats of 4 bits."""
+        return self.kind in FP4
+
+    @property
     def groups(self) -> ParamSpec | None:
         """The part that says which scale a column has; None: scales are in the order of columns."""
         return self.weight.groups if self.num_scale_columns > 1 else None
@@ -78,7 +90,7 @@ class PackedMatrix(Matrix):
     @property
     def per_word(self) -> int:
         """How many values are in an int32."""
-        return {"fp8": 4, "mxfp4": 8}.get(self.kind, 32 // (self.number_bits or 32))
+        return {"fp8": 4, **dict.fromkeys(FP4, 8)}.get(self.kind, 32 // (self.number_bits or 32))
 
     @property
     def chunk(self) -> int:

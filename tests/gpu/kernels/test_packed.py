@@ -40,9 +40,9 @@ KERNELS = [pytest.param(REFERENCE, id="reference"), pytest.param(PACKED, id="tri
 Experts = partial(PlainExperts, matrix_of=any_matrix)
 KINDS = [
     "bf16", "f32 transposed", "int8", "int4 32", "int4 24", "int4 128", "int4 zeros 32",
-    "int4 None", "fp8 blocks", "fp8 rows", "fp8 exponents", "mxfp4", "pairs", "gptq 32",
-    "gptq 32 any", "gptq_v2 32", "gptq_v2 16 any", "awq 32", "awq 4", "ggml q8_0", "ggml q4_k",
-    "ggml q6_k", "ggml mxfp4",
+    "int4 None", "fp8 blocks", "fp8 rows", "fp8 exponents", "mxfp4", "pairs", "nvfp4",
+    "nvfp4_divided", "gptq 32", "gptq 32 any", "gptq_v2 32", "gptq_v2 16 any", "awq 32", "awq 4",
+    "ggml q8_0", "ggml q4_k", "ggml q6_k", "ggml mxfp4",
 ]  # fmt: skip
 
 pytestmark = [

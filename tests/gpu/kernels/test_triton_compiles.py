@@ -20,8 +20,9 @@ pytest.importorskip("triton", reason="needs triton")
 # M * F * 128 * (bytes of a weight) / B: an RTX 3090 with 19 for one of 8 bits and 9.5 for 4 bits,
 # an H100 with 8.8 and 4.4.
 INSTRUCTIONS = {
-    "bf16": 2.1, "int8": 8.5, "fp8": 13.3, "int4": 9.5, "mxfp4": 10.7, "gptq": 11.2, "awq": 15.3,
-    "gptq any": 11.4, "ggml q8_0": 9.8, "ggml q4_k": 6.6, "ggml q6_k": 14.7, "ggml mxfp4": 18.7,
+    "bf16": 2.1, "int8": 8.5, "fp8": 13.3, "int4": 9.5, "mxfp4": 10.7, "nvfp4": 11.8, "gptq": 11.2,
+    "awq": 15.3, "gptq any": 11.4, "ggml q8_0": 9.8, "ggml q4_k": 6.6, "ggml q6_k": 14.7,
+    "ggml mxfp4": 18.7,
 }  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from moe_infinity.checkpoint.float_formats import NVFP4
 from moe_infinity.checkpoint.formats import PACKED_BY_US, find_format
 from moe_infinity.experts import ExpertLayout, ParamSpec
 from moe_infinity.gpu.kernels.packed_matrix import any_matrix
@@ -9,7 +10,7 @@ from moe_infinity.kernels.reference import Activation
 from moe_infinity.kernels.triton.slot_mlp import SlotMlp, slot_mlp
 from moe_infinity.layout import WeightLayout
 
-KINDS = ("bf16", "int8", "fp8", "int4", "mxfp4", "gptq", "awq")
+KINDS = ("bf16", "int8", "fp8", "int4", "mxfp4", "nvfp4", "gptq", "awq")
 WIDTH, EXPERT_WIDTH = 2048, 768
 GROUP, BLOCK = 32, 128  # columns that share a scale: of nibbles, and of fp8 with as many rows
 GROUP_OF_WORDS = 128  # of gptq and awq, as most are published
@@ -29,6 +30,12 @@ def parts_of(kind: str, rows: int, columns: int) -> dict[str, tuple[tuple[int, .
         return {"values": ((rows, columns // 8), "int32"), "scale": ((rows, groups), "bfloat16")}
     if kind == "mxfp4":
         return {"values": ((rows, groups, 16), "uint8"), "scale": ((rows, groups), "uint8")}
+    if kind == "nvfp4":
+        return {
+            "values": ((rows, columns // 2), "uint8"),
+            "scale": ((rows, columns // 16), "float8_e4m3fn"),
+            "global_scale": ((), "float32"),
+        }
     groups = columns // GROUP_OF_WORDS
     shape = (columns // 8, rows) if kind == "gptq" else (columns, rows // 8)
     zeros, scales = ((groups, rows // 8), "int32"), ((groups, rows), "float16")
@@ -40,6 +47,8 @@ def layout_of(kind: str, parts: dict[str, ParamSpec]) -> WeightLayout:
         return WeightLayout.plain(parts["values"])
     if kind in PACKED_BY_US:
         return PACKED_BY_US[kind].layout_of(parts, is_transposed=False)
+    if kind == "nvfp4":
+        return NVFP4.layout_of(parts, is_transposed=False)
     config = {"quant_method": kind, "bits": 4, "group_size": GROUP_OF_WORDS, "desc_act": False}
     (weight_format,) = find_format(config).weights
     return weight_format.layout_of(parts, is_transposed=False)
