@@ -35,6 +35,9 @@ FILLED: dict[str, Any] = {
     "epsilon_cutoff": 0.0,
     "eta_cutoff": 0.0,
     "no_repeat_ngram_size": 0,
+    # Not of transformers: model cards recommend them, and some checkpoints say them.
+    "frequency_penalty": 0.0,
+    "presence_penalty": 0.0,
 }
 HINT = "\nhint: take it out of generation_config.json, or use generate()"
 
@@ -96,7 +99,8 @@ class Generation:
         end_ids = frozenset(sampling.stop_token_ids)
         if not sampling.ignore_eos:
             end_ids |= self.end_ids
-        config = _merged(self._model.generation_config, self.filled(sampling))
+        sampling = self.filled(sampling)
+        config = _merged(self._model.generation_config, sampling)
         config.max_length = len(prompt_ids) + max_new_tokens
         config._eos_token_tensor = _ids_tensor(sorted(end_ids)) if end_ids else None
         if not end_ids:
@@ -170,7 +174,7 @@ def unserved(config: GenerationConfig) -> list[str]:
 
 def _filled(config: GenerationConfig, sampling: Sampling) -> Sampling:
     missing = [name for name in FILLED if getattr(sampling, name) is None]
-    own: dict[str, Any] = {name: getattr(config, name) for name in missing}
+    own: dict[str, Any] = {name: getattr(config, name, None) for name in missing}
     if config.do_sample is False and "temperature" in own:
         own["temperature"] = 0.0
     found = {name: FILLED[name] if value is None else value for name, value in own.items()}

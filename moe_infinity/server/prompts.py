@@ -326,8 +326,8 @@ class PromptReader:
             stop_token_ids=tuple(body.stop_token_ids or ()),
             ignore_eos=bool(body.ignore_eos),
             seed=None if body.seed is None else (body.seed + choice) % 2**64,
-            frequency_penalty=body.frequency_penalty or 0.0,
-            presence_penalty=body.presence_penalty or 0.0,
+            frequency_penalty=body.frequency_penalty,
+            presence_penalty=body.presence_penalty,
             logit_bias=bias,
             num_logprobs=body.num_logprobs,
         )

@@ -100,8 +100,8 @@ class Sampling:
     min_tokens: int | None = None  # before a token may end the answer
     stop_token_ids: tuple[int, ...] = ()  # end the answer, as the checkpoint's end tokens do
     ignore_eos: bool = False  # the checkpoint's end tokens do not
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     seed: int | None = None  # None: a random one
     num_logprobs: int | None = None  # alternatives per token; None: no log-probabilities at all
@@ -111,7 +111,8 @@ class Penalties(LogitsProcessor):  # type: ignore[misc]
     """The bias and the penalties of OpenAI's API, which count what was generated."""
 
     def __init__(self, sampling: Sampling, num_prompt: int) -> None:
-        self._sampling = sampling
+        self._frequency = sampling.frequency_penalty or 0.0
+        self._presence = sampling.presence_penalty or 0.0
         self._num_prompt = num_prompt
         biases = sampling.logit_bias
         self._biased = torch.tensor(list(biases), dtype=torch.long, device="cpu")
@@ -119,11 +120,10 @@ class Penalties(LogitsProcessor):  # type: ignore[misc]
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Change scores [1, V] of the token behind ids [1, T]."""
-        sampling = self._sampling
         scores[0, self._biased] += self._biases
-        if sampling.frequency_penalty or sampling.presence_penalty:
+        if self._frequency or self._presence:
             ids, times = input_ids[0, self._num_prompt :].unique(return_counts=True)
-            scores[0, ids] -= sampling.frequency_penalty * times + sampling.presence_penalty
+            scores[0, ids] -= self._frequency * times + self._presence
         return scores
 
 

@@ -24,6 +24,7 @@ from moe_infinity.server.refusals import BadRequest
 from moe_infinity.server.sampling import Constraint, Sampler
 from tests.server.conftest import DEMO
 from tests.server.test_messages import Plain
+from tests.server.test_recorded_answers import MARKS
 
 SMALL = {"type": "integer", "minimum": 0, "maximum": 9}
 TOOLS: list[Any] = [
@@ -97,16 +98,18 @@ PROMPTS = {
 
 
 @cache
-def vocabulary() -> tuple[Any, GrammarCompiler]:
-    """The demo model's tokenizer, and what compiles grammars for it."""
+def vocabulary(marks: tuple[str, ...] = ()) -> tuple[Any, GrammarCompiler]:
+    """The demo model's tokenizer with these marks as tokens, and what compiles grammars for it."""
     tokenizer = AutoTokenizer.from_pretrained(DEMO)
+    tokenizer.add_tokens(list(marks), special_tokens=True)
     return tokenizer, GrammarCompiler(tokenizer, len(tokenizer), [0])
 
 
 class Kind:
     """What the server knows of a kind of model, and the demo model's vocabulary."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *, has_tokens: bool = False) -> None:
+        """`has_tokens`: marks are tokens, as in the vocabulary of such a model."""
         self.prompt, template = PROMPTS[name]
         plain: Any = Plain(name)
         plain.chat_template = template
@@ -115,7 +118,8 @@ class Kind:
         assert form is not None
         self.form = form.written
         self.ids = list(map(ord, self.prompt))
-        self.tokenizer, self.compiler = vocabulary()
+        marks = MARKS.findall(f"{self.prompt} {self.form} </think>") if has_tokens else []
+        self.tokenizer, self.compiler = vocabulary(tuple(sorted(set(marks))))
 
     def write(
         self,
@@ -158,14 +162,15 @@ class Kind:
             ids.append(sampler.choose(logits_V).token_id)
             assert len(ids) < 2000
         assert ids[: len(wanted)] == wanted
-        text: str = self.tokenizer.decode(ids, skip_special_tokens=True)
-        return text
+        text: str = self.tokenizer.decode(ids)
+        return text.replace(self.tokenizer.decode([0]), "")
 
 
 @pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("has_tokens", [False, True])
 @pytest.mark.parametrize("name", PROMPTS)
-def test_a_call_is_read_back(name, seed):
-    kind = Kind(name)
+def test_a_call_is_read_back(name, has_tokens, seed):
+    kind = Kind(name, has_tokens=has_tokens)
     assert kind.format.reads_calls(kind.ids, "weather")
     reader = kind.format.reader(kind.ids, TOOLS, max_calls=None)
     reader.add(kind.write(seed), is_last=True)
@@ -226,7 +231,7 @@ def test_what_a_kind_cannot_write_is_refused_by_name():
 @pytest.mark.parametrize("name", PROMPTS)
 def test_schemas_as_libraries_write_them_are_kept(name):
     """What may be null, references, lists of types, and values of several types."""
-    kind = Kind(name)
+    kind = Kind(name, has_tokens=True)
     found = []
     for seed in range(6):
         text = kind.write(seed, offered=ODD)

@@ -162,6 +162,20 @@ def test_a_filter_of_the_checkpoint_gives_the_tokens_of_generate(engine, moe, mo
     assert client.running.ids == out[0].tolist()
 
 
+@pytest.mark.parametrize("name", ["presence_penalty", "frequency_penalty"])
+def test_a_penalty_of_the_checkpoint_counts_unless_the_request_has_its_own(
+    engine, moe, plain, monkeypatch, name
+):
+    bias = {"sequence_bias": [[[plain[0]], 50.0]], "do_sample": False}  # it would be repeated
+    set_all(moe, monkeypatch, bias)
+    monkeypatch.setattr(moe.model.generation_config, name, 100.0, raising=False)
+    client = answered(engine, PROMPT, max_new_tokens=LENGTH)
+    assert client.running.ids[len(PROMPT) :].count(plain[0]) == 1
+    asked: Values = {name: 0.0}
+    own = answered(engine, PROMPT, max_new_tokens=LENGTH, sampling=Sampling(**asked))
+    assert own.running.ids[len(PROMPT) :].count(plain[0]) == LENGTH
+
+
 def test_a_checkpoint_that_does_not_sample_is_greedy_unless_asked(engine, moe, plain, monkeypatch):
     set_all(moe, monkeypatch, {"do_sample": False, "temperature": 0.7})
     client = answered(engine, PROMPT, sampling=Sampling(seed=1))

@@ -56,3 +56,32 @@ def test_a_variable_that_the_template_has_not_or_is_not_the_clients_is_refused(
     answer = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60)
     error = answer.json()["error"]
     assert (answer.status_code, error["param"]) == (400, f"chat_template_kwargs.{name}")
+
+
+SWITCHED = (
+    "{% for m in messages %}{{ m['content'] }} {% endfor %}"
+    "{% if messages[0]['content'].endswith('/no_think') %}w20 {% endif %}w77"
+)
+
+
+def test_what_a_template_reads_in_a_message_reaches_it(server, moe, monkeypatch):
+    monkeypatch.setattr(moe.tokenizer, "chat_template", SWITCHED)
+    counts = []
+    for text in ("w5", "w5 /no_think"):
+        body = {"messages": [{"role": "user", "content": text}], "max_tokens": 1}
+        answer = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60).json()
+        counts.append(answer["usage"]["prompt_tokens"])
+    assert counts[1] > counts[0] + 1  # the words, and what the template adds
+
+
+BUDGETED = "{{ messages[0]['content'] }} {% if NAME is defined %}w{{ NAME }} {% endif %}w77"
+
+
+@pytest.mark.parametrize("name", ["thinking_budget", "reasoning_budget"])
+def test_a_template_that_knows_budgets_is_told_it(server, moe, monkeypatch, name):
+    monkeypatch.setattr(moe.tokenizer, "chat_template", BUDGETED.replace("NAME", name))
+    ask = [{"role": "user", "content": "w5"}]
+    for fields in ({"reasoning_budget_tokens": 50}, {"chat_template_kwargs": {name: 50}}):
+        body = {"messages": ask, "max_tokens": 1} | fields
+        answer = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60).json()
+        assert answer["usage"]["prompt_tokens"] == 3

@@ -13,7 +13,8 @@ from transformers import AutoTokenizer
 
 from moe_infinity import MoE
 from moe_infinity.server.efforts import ReasoningFields
-from moe_infinity.server.sampling import Sampler
+from moe_infinity.server.grammars import GrammarCompiler, Structure, message_in, part_of
+from moe_infinity.server.sampling import Constraint, Sampler
 from moe_infinity.server.thoughts import ThoughtBudget, ThoughtForm
 from tests.server.conftest import DEMO
 from tests.server.serving import Serving, serving
@@ -150,6 +151,29 @@ def test_what_is_forbidden_otherwise_is_not_enforced(tokenizer):
 )
 def test_a_budget_has_many_names(fields, expected):
     assert ReasoningFields.model_validate(fields).thought_budget == expected
+
+
+@pytest.mark.parametrize("is_special", [True, False])
+@pytest.mark.parametrize("budget", [0, 1, 7])
+def test_a_grammar_takes_the_end_that_is_written_for_the_model(budget, is_special):
+    tokenizer: Any = AutoTokenizer.from_pretrained(DEMO)
+    tokenizer.add_tokens(["<think>", "</think>"], special_tokens=is_special)
+    compiler = GrammarCompiler(tokenizer, len(tokenizer), [0])
+    lark = compiler.lark("x")
+    choice = lark.add(part_of(Structure("choice", ["yes", "no"], "x"), "x"))
+    start = message_in(lark, None, [choice], is_thinking=True)
+    constraint = Constraint(compiler.compiled(lark, start, "x"))
+    prompt_ids = ids_of(tokenizer, "hi<think>")
+    limit = ThoughtBudget(tokenizer, QWEN, budget, prompt_ids, has_begun=True)
+    sampler = Sampler([constraint, limit], prompt_ids, seed=1, constraint=constraint)
+    ids: list[int] = []
+    while not constraint.is_complete and ids[-1:] != [0]:
+        logits_V = torch.zeros(len(tokenizer))
+        logits_V[ids_of(tokenizer, "z")] = 20.0 if len(ids) < budget else 0.0
+        ids.append(sampler.choose(logits_V).token_id)
+    thought, answer = tokenizer.decode(ids).replace("<|endoftext|>", "").split("</think>")
+    assert thought == "z" * budget + "\n"
+    assert answer in ("yes", "no")
 
 
 # through the server
