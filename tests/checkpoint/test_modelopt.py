@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from moe_infinity import MoE
+from moe_infinity import MoE, UnsupportedModelError
+from moe_infinity.errors import CheckpointError
 from moe_infinity.inspection import inspect_checkpoint
 from tests.closeness import distance, logits_of_steps
 from tests.quantized_checkpoints import build, edit_config
@@ -69,6 +70,20 @@ def test_the_config_may_say_so_in_many_ways(folder, expected, method, tmp_path):
         named = details if method is None else details | {"quant_method": method}
         edit_config(found, lambda c: c | {"quantization_config": named})
     assert distance(logits(found), expected) < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("content", "named"),
+    [("[]", "not a JSON object"), ('{"x', "not a JSON file"), ("{}", "unnamed"),
+     ('{"quantization": []}', "unnamed"), ('{"quantization": {"quant_algo": 5}}', "quant_algo 5"),
+     ('{"quantization": {"quant_algo": "MIXED_PRECISION", "quantized_layers": [1]}}', "malformed")],
+)  # fmt: skip
+def test_a_malformed_file_is_named(folder, content, named, tmp_path):
+    found = edited(folder, tmp_path / "model")
+    edit_config(found, lambda c: {k: v for k, v in c.items() if k != "quantization_config"})
+    (found / "hf_quant_config.json").write_text(content)
+    with pytest.raises((CheckpointError, UnsupportedModelError), match=named):
+        inspect_checkpoint(str(found))
 
 
 def test_scales_of_the_cache_and_of_activations_are_not_needed(folder, expected, tmp_path):
