@@ -137,11 +137,32 @@ def load_prefix(moe: Loaded, path: str | Path) -> Prefix:
         raise CheckpointError(f"{file} is no prefix, or it is damaged: {error}") from error
     if not np.array_equal(arrays.pop("checksum"), checksum_of("", arrays)):
         raise CheckpointError(f"{file} is damaged: its checksum is wrong")
-    _require_same(file, json.loads(arrays["identity"].tobytes()), identity_of(moe))
+    try:
+        identity = dict(json.loads(arrays["identity"].tobytes()))
+    except (ValueError, TypeError) as error:
+        raise CheckpointError(f"{file} is no prefix: {error}") from error
+    _require_same(file, identity, identity_of(moe))
+    try:
+        return _prefix_of(moe, arrays)
+    except (ValueError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{file} is no prefix: {error}") from error
+
+
+def _prefix_of(moe: Loaded, arrays: Mapping[str, Array]) -> Prefix:
+    """Raises ValueError, TypeError or AttributeError for arrays that do not fit each other."""
     parts = CacheBytes.read(arrays["parts"].tobytes().decode())
+    token_ids = ids_of(moe, arrays["token_ids"].tolist())
+    num_whole, num_rest = divmod(len(token_ids), BLOCK)
+    shapes = {
+        "blocks": (num_whole, BLOCK * parts.token_bytes),
+        "rest": (num_rest * parts.token_bytes,),
+        "experts": (len(token_ids), len(moe.engine.bookkeeping.keys)),
+    }
+    for name, shape in shapes.items():
+        if name in arrays and arrays[name].shape[:2] != shape:
+            raise ValueError(f"{name} of shape {arrays[name].shape}, expected {shape}")
     blocks = [Block(BLOCK, data) for data in torch.from_numpy(arrays["blocks"])]
-    token_ids: list[int] = arrays["token_ids"].tolist()
-    if num_rest := len(token_ids) % BLOCK:
+    if num_rest:
         blocks.append(Block(num_rest, torch.from_numpy(arrays["rest"])))
     state = torch.from_numpy(arrays["state"]) if parts.states else None
     experts_TLK = arrays.get("experts")
@@ -203,7 +224,9 @@ def _arrays_of(prefix: Prefix, identity: Mapping[str, str]) -> dict[str, Array]:
     empty = np.zeros(0, dtype=np.uint8)
     arrays = {
         "token_ids": np.array(prefix.token_ids, dtype=np.int64),
-        "blocks": np.stack([block.data.numpy() for block in whole]) if whole else empty[None][:0],
+        "blocks": np.stack([block.data.numpy() for block in whole])
+        if whole
+        else empty.reshape(0, BLOCK * prefix._parts.token_bytes),
         "rest": rest[0].data.numpy() if rest else empty,
         "state": empty if prefix._state is None else prefix._state.numpy(),
         "parts": np.frombuffer(prefix._parts.text().encode(), dtype=np.uint8),

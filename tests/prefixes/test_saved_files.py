@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from moe_infinity import CheckpointError, ConfigError, MoE, OutputError, output
+from moe_infinity.prefixes.prompt_store import checksum_of
 from tests.prefixes.tiny_models import TEXT, answer, assert_same
 
 pytestmark = [pytest.mark.arithmetic, pytest.mark.timeout(60)]
@@ -81,6 +82,42 @@ def test_values_that_are_changed_together_with_their_archive_fail_the_checksum(m
         np.savez(opened, **changed)
     with pytest.raises(CheckpointError, match="its checksum is wrong"):
         moe.load_prefix(file)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"parts": b"[]"},
+        {"parts": b"{"},
+        {"parts": b'[[["a"]], [], []]'},
+        {"identity": b"[1]"},
+        {"identity": b"\xff"},
+        {"token_ids": np.arange(60)},
+        {"token_ids": np.array([500] * 70)},
+        {"token_ids": np.zeros(0, dtype=np.int64)},
+        {"rest": np.zeros(3, dtype=np.uint8)},
+        {"experts": np.zeros((3, 3, 2), dtype=np.uint16)},
+    ],
+)
+def test_a_file_whose_arrays_do_not_fit_each_other_is_no_prefix(changes, moe, file):
+    """With a checksum that is right: somebody made it so."""
+    with np.load(file) as found:
+        arrays = dict(found)
+    del arrays["checksum"]
+    for name, value in changes.items():
+        is_text = isinstance(value, bytes)
+        arrays[name] = np.frombuffer(value, dtype=np.uint8) if is_text else value
+    with file.open("wb") as opened:
+        np.savez(opened, checksum=checksum_of("", arrays), **arrays)
+    with pytest.raises(CheckpointError, match="is no prefix"):
+        moe.load_prefix(file)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 15, 16, 17])
+def test_a_short_prefix_is_kept_too(num_tokens, moe, tmp_path):
+    moe.save_prefix(tmp_path / "a.prefix", TEXT[:num_tokens])
+    prefix = moe.load_prefix(tmp_path / "a.prefix")
+    assert_same(answer(moe, TEXT[:40], prefix=prefix), answer(moe, TEXT[:40]))
 
 
 def other_weights(folder: Path) -> dict[str, Any]:
