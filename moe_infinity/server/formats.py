@@ -77,6 +77,25 @@ def in_tags(tag_pattern: str) -> dict[str, Any]:
 
 
 CHATML = "<|im_start|>assistant\n"
+DEEPSEEK = template(  # the names between bars of V3, and of V3.1
+    "<｜Assistant｜>",
+    {
+        "open_pattern": r"\s*(?:<｜tool▁calls▁begin｜>)?\s*<｜tool▁call▁begin｜>"
+        r"(?:function<｜tool▁sep｜>)?(?P<name>(?!function<)[^\n<]+)"
+        r"(?:<｜tool▁sep｜>|\n```json\n)",
+        "close_pattern": r"(?:\n```)?<｜tool▁call▁end｜>",
+        "content": "json",
+    },
+    close="<｜tool▁calls▁end｜>",
+)
+GLM = template(
+    "<|assistant|>",
+    {
+        "open_pattern": r"\s*<tool_call>\s*(?P<name>[^\n<]+)",
+        "close": "</tool_call>",
+        **in_tags(r"<arg_key>(?P<key>.*?)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>"),
+    },
+)
 # The first that fits is taken: by marks, else by kind.
 FAMILIES: tuple[Family, ...] = (
     Family(  # Qwen3-Coder, Qwen3.5, Nemotron 3, MiMo-V2, Step 3.5
@@ -219,28 +238,6 @@ FAMILIES: tuple[Family, ...] = (
             close=["<|end|>", "<|return|>"], repeats=True, join="\n",
         ),
     ),
-)  # fmt: skip
-
-DEEPSEEK = template(  # the names between bars of V3, and of V3.1
-    "<｜Assistant｜>",
-    {
-        "open_pattern": r"\s*(?:<｜tool▁calls▁begin｜>)?\s*<｜tool▁call▁begin｜>"
-        r"(?:function<｜tool▁sep｜>)?(?P<name>(?!function<)[^\n<]+)"
-        r"(?:<｜tool▁sep｜>|\n```json\n)",
-        "close_pattern": r"(?:\n```)?<｜tool▁call▁end｜>",
-        "content": "json",
-    },
-    close="<｜tool▁calls▁end｜>",
-)
-GLM = template(
-    "<|assistant|>",
-    {
-        "open_pattern": r"\s*<tool_call>\s*(?P<name>[^\n<]+)",
-        "close": "</tool_call>",
-        **in_tags(r"<arg_key>(?P<key>.*?)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>"),
-    },
-)
-FAMILIES += (
     Family(
         marks=("<｜tool▁sep｜>", "```json"),
         kinds=("deepseek_v2", "deepseek_v3"),
