@@ -6,6 +6,9 @@ that is kept until its first chance, or until it is used, gives hits per layer o
 
     p / d      and      1 / (d + (1 - p) L / q)
 
+In a pass over T tokens of a prompt, the chance of a use in a layer still to come is that of any of
+them, 1 - (1 - p)^T: a long prompt takes what it has used before what it will use.
+
 The larger of the two is its score. (This is the Gittins index of a slot for two of its stopping
 times. The second alone, the expected time to the next use, prefers an expert that is certain to be
 used some day to one that is likely to be used now and never again.)
@@ -18,9 +21,10 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_infinity.experts import Step
+from moe_infinity.experts import Phase, Step
 
 LEAST_CHANCE = np.float32(1e-5)  # that is divided by
+MOST_CHANCE = np.float32(1 - 1e-6)  # whose logarithm is taken, of the chance of no use
 
 
 class Chances(Protocol):
@@ -44,6 +48,7 @@ class ActivationAware:
         self._layers_ahead = ahead_LL[:, :, None]  # [current layer, L, 1]
         self._num_layers = np.float32(num_layers)
         self._layer = num_layers - 1
+        self._num_tokens = 1  # of the step, if it is a prompt's
         # A copy: others may ask the predictor to refine its own.
         self._p_LE: NDArray[np.float32] = chances.next_use_LE.copy()
         # Expected layers from the first chance to the use, where the first chance is not the use.
@@ -53,17 +58,21 @@ class ActivationAware:
     def begin_step(self, step: Step) -> None:
         self._layer = -1
         self._scores = None
-        self._update(slice(None))
+        self._num_tokens = step.num_tokens if step.phase is Phase.PREFILL else 1
+        self._update(slice(None), is_to_come=True)
 
     def touch(self, moe_layer_idx: int, experts: object, counts: object = 1) -> None:
         self._layer = moe_layer_idx
         self._scores = None
         self._update(moe_layer_idx)
 
-    def _update(self, layers: int | slice) -> None:
-        """The chances of these layers have changed."""
+    def _update(self, layers: int | slice, *, is_to_come: bool = False) -> None:
+        """The chances of these layers have changed. `is_to_come`: in the step under way."""
         wait_LE = self._wait_LE[layers]
-        self._p_LE[layers] = self._chances.next_use_LE[layers]
+        p_LE = self._chances.next_use_LE[layers]
+        if is_to_come and self._num_tokens > 1:
+            p_LE = -np.expm1(self._num_tokens * np.log1p(-np.minimum(p_LE, MOST_CHANCE)))
+        self._p_LE[layers] = p_LE
         np.multiply(self._p_LE[layers], self._num_layers, out=wait_LE)
         np.subtract(self._num_layers, wait_LE, out=wait_LE)
         wait_LE /= np.maximum(self._chances.later_use_LE[layers], LEAST_CHANCE)
@@ -72,7 +81,7 @@ class ActivationAware:
         """[L, E]: the chance that an expert is used when its layer comes next."""
         if 0 <= self._layer < len(self._wait_LE) - 1:
             self._chances.look_ahead(self._layer)
-            self._update(self._layer + 1)
+            self._update(self._layer + 1, is_to_come=True)
             self._scores = None
         return self._p_LE
 

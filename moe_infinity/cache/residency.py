@@ -25,9 +25,9 @@ from moe_infinity.cache.policies import EvictionPolicy
 from moe_infinity.errors import OutOfSlots
 from moe_infinity.experts import ExpertKey, Phase, Residency
 
-# The prefill quota: a prompt may take an eighth of the slots from what decoding uses. It saved
-# up to 22 % of reads with LRU; its size was not tuned (notes/log.md, 2026-11-21).
-PREFILL_QUOTA_DIVISOR = 8
+# The prefill quota: a prompt may take a quarter of the slots from what was there before it. With an
+# eighth its reads wait for its products, as half of the quota loads while the other half computes.
+PREFILL_QUOTA_DIVISOR = 4
 
 
 class Held(NamedTuple):
@@ -43,7 +43,7 @@ class Entry:
 
     slot_id: int
     state: Residency
-    is_transient: bool = False  # brought in by prefill, not yet used by a decode step
+    is_transient: bool = False  # brought in by the last prompt, not yet used by a decode step
     is_ahead: bool = False  # brought in by prefetch, not yet used
 
 
@@ -136,6 +136,15 @@ class ResidencyTable:
         present = sum(map(self._entries.__contains__, keys))
         loading = sum(map(self._loading.__contains__, keys)) if self._loading else 0
         return present - loading, loading, len(keys) - present
+
+    def begin_step(self, phase: Phase) -> None:
+        """A forward pass begins. What earlier prompts brought in stays for a prompt like all that
+        is there: only what it brings in itself leaves outside the quota.
+        """
+        if phase is Phase.PREFILL and self._transient.any():
+            for entry in self._entries.values():
+                entry.is_transient = False
+            self._transient[:] = False
 
     def next_wave(self, waiting: Sequence[ExpertKey], phase: Phase) -> Sequence[ExpertKey]:
         """The part of `waiting` to hold, load and compute together: all that are present, and as

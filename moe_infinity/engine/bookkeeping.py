@@ -75,6 +75,8 @@ class Bookkeeping:
             self.predictor.begin_step(self.recorder.step, ended)
         for policy in self._policies():
             policy.begin_step(self.recorder.step)
+        for tier in self.tiers:
+            tier.table.begin_step(step.phase)
         counters = self.counters.of(step.phase)
         counters.steps += 1
         counters.tokens += step.num_counted

@@ -138,9 +138,13 @@ class LayerPath:
             group_size = max(len(waiting) * STOPPABLE_ROWS // num_rows, 1)
         while waiting:
             wave = self._table.next_wave(waiting, Phase.PREFILL)
+            if len(wave) < len(waiting):
+                wave = self._with_half_of_the_absent(wave)
             with self._table.holding(wave, Phase.PREFILL) as held:  # 2 look up
                 self._load_absent(layer_idx, held)  # 3 load
-                if len(wave) == len(waiting) and self._is_on_cpu:
+                if len(wave) < len(waiting):
+                    self._begin_stream(layer_idx, [k for k in waiting if k not in held.slot_ids])
+                elif self._is_on_cpu:
                     self._stream_next(layer_idx, len(routing.activated))
                 for group in self._arriving_groups(wave, group_size):
                     stop_if_cancelled()
@@ -226,9 +230,19 @@ class LayerPath:
         keys = self._books.keys
         next_idx = layer_idx + 1
         is_long = num_activated >= STREAMED_SHARE * len(keys[layer_idx])
-        if self._stream is not None and is_long and next_idx < len(keys):
-            begun = self._stream(self._books.local_keys(next_idx))
-            self._books.note_loads(next_idx, self._mover.num_read(begun))
+        if is_long and next_idx < len(keys):
+            self._begin_stream(next_idx, self._books.local_keys(next_idx))
+
+    def _with_half_of_the_absent(self, wave: Sequence[ExpertKey]) -> Sequence[ExpertKey]:
+        """Leave room for the wave after this one, which is loaded while this one is computed."""
+        num_absent = sum(self._table.lookup(key) is None for key in wave)
+        return wave[: len(wave) - num_absent // 2]
+
+    def _begin_stream(self, layer_idx: int, keys: Sequence[ExpertKey]) -> None:
+        """Begin to load experts of a layer, as many as have room, while others compute."""
+        if self._stream is not None:
+            begun = self._stream(keys)
+            self._books.note_loads(layer_idx, self._mover.num_read(begun))
 
     def recover(self) -> None:
         """Recover from a layer that was cut short: release what it held, settle what it began."""

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 # kernel's page tables, and for what other programs take between two looks at it.
 MARGIN_SHARE = 1 / 32
 LEAST_MARGIN_BYTES = 128 << 20
-LEAST_SLOTS_DIVISOR = 8  # so many of all slots stay, as many as a prompt may take from decoding
+LEAST_SLOTS_DIVISOR = 8  # so many of all slots stay, whatever steps need
 SPARE_SHARE = 1 / 32  # stays free when slots are taken again, so that they do not go to and fro
 FIRST_PASS_BYTES = 192 << 20  # heaps and scratch of threads, that stay; measured, 600 tokens
 FIXED_SHARE = 0.7  # of what is free, for experts whose slots cannot give way: a convention

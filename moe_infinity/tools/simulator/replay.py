@@ -109,6 +109,7 @@ class Cell:
 
     def begin_step(self, step: Step) -> None:
         """A forward pass begins; the policy knows."""
+        self.table.begin_step(step.phase)
         counters = self.counters.of(step.phase)
         counters.steps += 1
         counters.tokens += step.num_counted
