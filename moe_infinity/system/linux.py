@@ -17,6 +17,8 @@ from contextlib import suppress
 from functools import cache
 
 CACHESTAT = 451  # the number of the system call, of Linux 6.5
+HUGE_BYTES = 2 << 20
+MADV_COLD = 20  # of Linux 5.4; splits huge pages of which the range has a part
 MADV_POPULATE_READ = 22  # of Linux 5.14; makes pages present, and reports a failing disk
 MAP_NORESERVE = 0x4000
 PAGE_BYTES = mmap.PAGESIZE
@@ -102,7 +104,16 @@ def populate(address: int, num_bytes: int) -> None:
 
 
 def drop_pages(address: int, num_bytes: int) -> None:
-    """Take the pages of private memory away; they are zeros when they are next looked at."""
+    """Take the pages of private memory away; they are zeros when they are next looked at. Huge
+    pages that lie there in part are split first: Linux frees none of a whole one until memory is
+    short.
+    """
+    end = address + num_bytes
+    first_whole = address + -address % HUGE_BYTES
+    last_whole = max(end - end % HUGE_BYTES, first_whole)
+    for first, stop in ((address, min(first_whole, end)), (last_whole, end)):
+        if stop > first:
+            libc().madvise(first, stop - first, MADV_COLD)  # an older kernel refuses
     if libc().madvise(address, num_bytes, mmap.MADV_DONTNEED):
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code))
