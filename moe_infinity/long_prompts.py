@@ -8,22 +8,26 @@ from typing import Any
 
 import torch
 
-from moe_infinity.architectures.attention_inputs import can_be_cut
+from moe_infinity.architectures.attention_inputs import cache_in, can_be_cut
 from moe_infinity.memory.room import LEAST_TOKENS, Room
 
 logger = logging.getLogger(__name__)
 
 
-def in_passes(model: Any, room: Room, named: Mapping[str, Any]) -> dict[str, Any]:
+def in_passes(
+    model: Any, room: Room, named: Mapping[str, Any], *, is_begun: bool
+) -> dict[str, Any]:
     """Return the setting by which `generate()` takes a prompt in several passes, if memory has no
-    room for it in one. `named` are its arguments.
+    room for it in one, or in one if it has begun. `named` are its arguments.
     """
+    if is_begun:  # behind the tokens of a cache transformers 5.17 takes wrong pieces
+        return {"prefill_chunk_size": None}
     ids = named.get("input_ids", named.get("inputs"))
     settings = named.get("generation_config") or model.generation_config
     is_set = settings.prefill_chunk_size is not None or "prefill_chunk_size" in named
     uses_cache = named.get("use_cache", settings.use_cache) is not False
     is_plain = isinstance(ids, torch.Tensor) and ids.ndim == 2 and uses_cache
-    if is_set or not is_plain or not can_be_cut(model.config):
+    if is_set or not is_plain or cache_in(named) is not None or not can_be_cut(model.config):
         return {}
     num_sequences, length = ids.shape
     fitting = room.tokens_at_once(num_sequences * length, length, num_sequences * length)

@@ -196,11 +196,11 @@ class MoE:
                 kwargs.setdefault("disable_compile", True)  # which experts run depends on data
             prefix = kwargs.pop("prefix", None)
             named = signature(self.model.generate).bind_partial(*args).arguments | kwargs
-            kwargs |= in_passes(self.model, self.engine.room, named)
             try:
                 with self._steps.generating(named), self.engine.cancellable(cancelled):
-                    if prefix is not None:
-                        kwargs = prefix.begin(self, named) | kwargs
+                    begun = {} if prefix is None else prefix.begin(self, named)
+                    passes = in_passes(self.model, self.engine.room, named, is_begun=bool(begun))
+                    kwargs = begun | kwargs | passes
                     return self.model.generate(*args, **kwargs)
             finally:
                 self._experts.synchronize()

@@ -13,10 +13,12 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from transformers import BatchEncoding
+from transformers import BatchEncoding, DynamicCache, GenerationMixin
 
 from moe_infinity import ClosedError, ConfigError, MoE, OffloadConfig
+from moe_infinity.architectures.attention_inputs import cache_parameter
 from moe_infinity.inspection import inspect_checkpoint
+from moe_infinity.memory.room import Room
 from moe_infinity.streaming import TextStream
 from tests.small_tokenizers import KINDS
 
@@ -351,3 +353,19 @@ def test_a_model_made_from_our_config_computes_as_stock(moe, stock_model):
         torch.testing.assert_close(
             made(ids).logits, stock_model(ids).logits, rtol=0.02, atol=0.1
         )  # bfloat16, from other places in memory
+
+
+def test_a_prompt_behind_a_callers_cache_is_one_pass(tiny_checkpoint, monkeypatch):
+    """However little memory there is: transformers 5.17 takes it in wrong pieces."""
+    ids = torch.arange(3, 63)[None]
+    settings = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 5, "do_sample": False}
+    name = cache_parameter(GenerationMixin.prepare_inputs_for_generation)
+    with MoE(tiny_checkpoint, dtype="float32") as moe:
+        expected = moe.generate(input_ids=ids, **settings)
+        monkeypatch.setattr(Room, "tokens_at_once", lambda *_: 8)
+        assert torch.equal(moe.generate(input_ids=ids, **settings), expected)
+        cache = DynamicCache(config=moe.model.config)
+        with torch.no_grad():
+            moe.model(ids[:, :20], **{cache_parameter(moe.model.forward): cache})
+        found = moe.generate(input_ids=ids, **{name: cache}, **settings)
+        assert torch.equal(found, expected)

@@ -90,6 +90,22 @@ class PromptPasses:
         fitting = self._moe.engine.room.tokens_at_once(num_left, length, num_left)
         return min(start + max(fitting // BLOCK * BLOCK, LEAST_TOKENS), length)
 
+    def leave_one_pass(self, cache: DynamicCache, ids: Sequence[int], start: int) -> None:
+        """Compute tokens of a prompt from `start` on, until memory has room for the others in one
+        pass.
+        """
+        while not self._fits(start, len(ids)):
+            end = min(self.end_of_pass(start, len(ids)), len(ids) - 1)
+            with self.keeping_windows(cache, is_last=self._fits(end, len(ids))):
+                self.compute(cache, ids, start, end)
+            start = end
+
+    def _fits(self, start: int, length: int) -> bool:
+        num_left = length - start
+        return num_left <= max(
+            self._moe.engine.room.tokens_at_once(num_left, length, num_left), LEAST_TOKENS
+        )
+
     @contextmanager
     def keeping_windows(self, cache: DynamicCache, *, is_last: bool) -> Iterator[None]:
         """Inside, a pass leaves in the cache the tokens that its sliding windows pass over, too.

@@ -83,6 +83,7 @@ class Prefix:
         self._passes.begin(
             ids[:num_known], None if experts_TLK is None else experts_TLK[:num_known]
         )
+        self._passes.leave_one_pass(cache, ids, num_known)
         return self._passes.arguments(cache)
 
     def _num_known(self, ids: Sequence[int]) -> int:

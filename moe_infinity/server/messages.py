@@ -17,9 +17,10 @@ from typing import Any
 from tokenizers import AddedToken
 from transformers.cli.serving.utils import get_response_template
 from transformers.utils.chat_parsing import ResponseParser
+from transformers.utils.chat_parsing.content_parsers import CONTENT_PARSERS
 from transformers.utils.chat_parsing.response_templates import load_response_template
 
-from moe_infinity.server.formats import THINK, AnswerForm, CallForm, family_of
+from moe_infinity.server.formats import THINK, AnswerForm, CallForm, Family, family_of
 from moe_infinity.server.grammars import example_of
 from moe_infinity.server.schemas import with_plain_types
 from moe_infinity.server.thoughts import ThoughtBudget, ThoughtForm
@@ -53,6 +54,14 @@ class Parts:
     calls: list[ToolCall] = field(default_factory=list)
 
 
+def is_readable(family: Family | None) -> bool:
+    """Return True unless a format of ours needs what the installed transformers lacks: 5.17 does
+    not know lists of calls as Python writes them.
+    """
+    fields = {} if family is None or family.read is None else family.read["fields"]
+    return {field.get("content", "text") for field in fields.values()} <= set(CONTENT_PARSERS)
+
+
 class MessageFormat:
     """How the model of a server writes messages. Raises ValueError for a `response_template` that
     is none.
@@ -63,6 +72,8 @@ class MessageFormat:
         template = str(getattr(tokenizer, "chat_template", ""))
         family = family_of(model.config.model_type, template)
         spec = getattr(tokenizer, "response_template", None)
+        if not is_readable(family):
+            family = None
         if spec is None and family is not None:
             spec = family.read
         if spec is None:

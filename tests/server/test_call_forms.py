@@ -19,7 +19,7 @@ from moe_infinity.server.grammars import (
     part_of,
     tools_of,
 )
-from moe_infinity.server.messages import MessageFormat
+from moe_infinity.server.messages import MessageFormat, is_readable
 from moe_infinity.server.refusals import BadRequest
 from moe_infinity.server.sampling import Constraint, Sampler
 from tests.server.conftest import DEMO
@@ -92,9 +92,10 @@ PROMPTS = {
     "kimi_k25": ("<|im_assistant|>assistant<|im_middle|><think>", ""),
     "minimax_m2": ("]~b]ai\n<think>\n", ""),
     "glm_moe_dsa": ("<|assistant|><think>", ""),
-    "lfm2_moe": ("<|im_start|>assistant\n", ""),
     "gemma4": ("<|turn>model\n", ""),
 }
+if is_readable(family_of("lfm2_moe", "")):  # not by transformers 5.17
+    PROMPTS["lfm2_moe"] = ("<|im_start|>assistant\n", "")
 
 
 @cache

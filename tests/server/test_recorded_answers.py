@@ -10,9 +10,12 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken
 
-from moe_infinity.server.messages import MessageFormat, MessageReader, Parts
+from moe_infinity.server.formats import family_of
+from moe_infinity.server.messages import MessageFormat, MessageReader, Parts, is_readable
 
 ANSWERS = {path.stem: path for path in sorted(Path(__file__).with_name("answers").glob("*.txt"))}
+if not is_readable(family_of("lfm2_moe", "")):  # by transformers 5.17
+    del ANSWERS["lfm2_moe"]
 # Where the chat template decides, and not the kind of model: what it has.
 TEMPLATES = {
     "qwen3_moe_coder": "'<tool_call>\\n<function=' + name",
