@@ -38,7 +38,8 @@ from moe_infinity.architectures.model_parts import bytes_by_type
 from moe_infinity.architectures.stored_embedding import row_bytes_by_type
 from moe_infinity.architectures.without_experts import COPIED, refuse, refuse_what_needs_experts
 from moe_infinity.checkpoint.kind import load_tokenizer
-from moe_infinity.checkpoint.loading import LoadedModel, load_without_experts, signature_of
+from moe_infinity.checkpoint.loading import LoadedModel, load_without_experts
+from moe_infinity.checkpoint.signature import signature_of
 from moe_infinity.config import OffloadConfig
 from moe_infinity.engine import hooks
 from moe_infinity.engine.build import build_experts, warn_of_slow_experts
@@ -200,8 +201,7 @@ class MoE:
                 with self._steps.generating(named), self.engine.cancellable(cancelled):
                     begun = {} if prefix is None else prefix.begin(self, named)
                     passes = in_passes(self.model, self.engine.room, named, is_begun=bool(begun))
-                    kwargs = begun | kwargs | passes
-                    return self.model.generate(*args, **kwargs)
+                    return self.model.generate(*args, **begun | kwargs | passes)
             finally:
                 self._experts.synchronize()
 

@@ -27,6 +27,13 @@ THE_SAME = {_TENSOR.data.__get__, Tensor.detach}
 WRITES = {Tensor.__setitem__, Tensor.set_, Tensor.resize_}
 
 
+CANNOT_CHANGE = (
+    "the rows of this embedding are in the checkpoint's file and cannot be changed\n"
+    "hint: model.set_input_embeddings(torch.nn.Embedding.from_pretrained("
+    "model.get_input_embeddings().weight.clone()))"
+)
+
+
 class StoredRows(Protocol):
     """A weight [R, C] whose rows can be looked up."""
 
@@ -87,6 +94,12 @@ class StoredEmbedding(nn.Embedding):
         """[R, C]"""
         return StoredWeight.of(self)
 
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Raise RuntimeError for a weight that somebody sets."""
+        if name == "weight":
+            raise RuntimeError(CANNOT_CHANGE)
+        super().register_parameter(name, param)
+
     def forward(self, input: Tensor) -> Tensor:
         return self.rows.look_up(input, self.dtype)
 
@@ -111,7 +124,7 @@ class _Zeros:
         return torch.zeros(*ids.shape, self._num_columns, dtype=dtype, device="cpu")
 
     def whole(self, dtype: torch.dtype) -> Tensor:
-        raise NotImplementedError
+        raise LookupError("the trial has no whole weight")
 
 
 class StoredWeight(Tensor):
@@ -140,11 +153,7 @@ class StoredWeight(Tensor):
         is_in_place |= func in WRITES or (name.startswith("__i") and name != "__invert__")
         target = (args[:1], kwargs.get("out")) if is_in_place else kwargs.get("out")
         if any(isinstance(leaf, StoredWeight) for leaf in tree_leaves(target)):
-            raise RuntimeError(
-                "the rows of this embedding are in the checkpoint's file and cannot be changed\n"
-                "hint: model.set_input_embeddings(torch.nn.Embedding.from_pretrained("
-                "model.get_input_embeddings().weight.clone()))"
-            )
+            raise RuntimeError(CANNOT_CHANGE)
         return func(*tree_map(_values, args), **tree_map(_values, kwargs))
 
 

@@ -12,7 +12,6 @@ Private names of transformers used here: `_load_pretrained_model`, `_from_config
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -53,7 +52,6 @@ NO_MODEL = (
     ValueError,
 )  # fmt: skip
 MAX_MODULES = 400_000  # 10 s and 1 GB; a Switch of 2048 experts has half as many
-SIGNED_VALUES = 16  # of each dense parameter: enough to tell one fine-tuning from another
 
 
 @dataclass(slots=True)
@@ -371,15 +369,3 @@ def _take_out(model: Any, param_name: str) -> None:
     assert param is not None, param_name
     meta = torch.empty_like(param, device="meta", requires_grad=False)
     object.__setattr__(owner, name, meta)
-
-
-def signature_of(model: nn.Module, layers: list[ExpertsModule]) -> str:
-    """A short text that tells this model from others: its class, MoE layers and experts, and a hash
-    of some weights of every dense parameter. What was learned of one model is no use to another.
-    """
-    digest = hashlib.sha256()
-    for name, parameter in model.named_parameters():
-        values = parameter.detach().flatten()[:SIGNED_VALUES].float().cpu().numpy()
-        digest.update(name.encode() + str(tuple(parameter.shape)).encode() + values.tobytes())
-    experts = "+".join(str(layer.num_experts) for layer in layers)
-    return f"{type(model).__name__} {experts} {digest.hexdigest()[:16]}"

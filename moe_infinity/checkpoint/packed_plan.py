@@ -5,7 +5,7 @@ layers, with which kernels of ours multiply, and experts packed on their way int
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,28 +54,39 @@ class PackedDense:
 def find_packed_dense(
     model: Any, plan: Plan, rules: list[Any], reads: Callable[[WeightLayout], bool]
 ) -> list[PackedDense]:
-    """The linear layers, of a model on the meta device, whose weights can stay packed: the
-    checkpoint has the parameter as it is, under its own name, and kernels read it, as `reads` says.
+    """The linear layers, of a model on the meta device, whose weights can stay packed: kernels read
+    them, as `reads` says.
+    """
+    packed = []
+    for name, module, weight in modules_as_stored(model, plan, rules):
+        if type(module) is not nn.Linear or not isinstance(weight, PackedTensor):
+            continue
+        dense = None if weight.format.is_transposed else _packed_dense(name, weight)
+        if dense is not None and reads(dense.layout):
+            packed.append(dense)
+    return packed
+
+
+def modules_as_stored(
+    model: Any, plan: Plan, rules: list[Any]
+) -> Iterator[tuple[str, nn.Module, StoredTensor | PackedTensor]]:
+    """Yield the linear layers and embeddings, of a model on the meta device, whose weight is no
+    other module's, and which the checkpoint has as it is, under its own name.
     """
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
     meta = model.state_dict()
     prefix = model.base_model_prefix
     tied = {name for pair in model.all_tied_weights_keys.items() for name in pair}
-    packed = []
     for name, module in model.named_modules():
         param = f"{name}.weight"
         weight = plan.dense.get(param)
-        if type(module) is not nn.Linear or not isinstance(weight, PackedTensor):
+        if weight is None or not isinstance(module, nn.Linear | nn.Embedding) or param in tied:
             continue
-        if param in tied or weight.shape != module.weight.shape or weight.format.is_transposed:
+        if weight.shape != module.weight.shape:
             continue
-        if rename_source_key(param, renamings, converters, prefix, meta) != (param, None):
-            continue
-        dense = _packed_dense(name, weight)
-        if reads(dense.layout):
-            packed.append(dense)
-    return packed
+        if rename_source_key(param, renamings, converters, prefix, meta) == (param, None):
+            yield name, module, weight
 
 
 def _packed_dense(linear: str, weight: PackedTensor) -> PackedDense:

@@ -6,17 +6,16 @@ layer.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 from moe_infinity.architectures.stored_embedding import StoredEmbedding
 from moe_infinity.checkpoint.headers import Extent, StoredTensor
+from moe_infinity.checkpoint.packed_plan import modules_as_stored
 from moe_infinity.checkpoint.packing import PackedTensor
 from moe_infinity.checkpoint.plan import Plan
 from moe_infinity.checkpoint.reader import Reader
@@ -37,6 +36,7 @@ class RowTable:
         self.num_bytes = self._tensor.extent.num_bytes
         self._row_bytes = self.num_bytes // self.num_rows
         self._kept: OrderedDict[int, Tensor] = OrderedDict()  # [C] by row, the newest last
+        self._kept_dtype = torch.float32
 
     @property
     def kind(self) -> str:
@@ -52,28 +52,29 @@ class RowTable:
         rows = unique_U.tolist()
         if rows and not 0 <= rows[0] <= rows[-1] < self.num_rows:
             raise IndexError(f"rows {rows[0]} to {rows[-1]} of a table of {self.num_rows}")
-        absent = [row for row in rows if self._is_absent(row, dtype)]
-        read = dict(zip(absent, self._read(absent, dtype), strict=True))
-        found = [read[row] if row in read else self._kept[row] for row in rows]
-        self._keep(rows, found)
-        rows_UC = (
-            torch.stack(found)
-            if found
-            else torch.empty(0, self.num_columns, dtype=dtype, device="cpu")
-        )
+        if self._kept_dtype != dtype:
+            self._kept.clear()
+            self._kept_dtype = dtype
+        absent = [row for row in rows if row not in self._kept]
+        rows_UC = torch.empty(len(rows), self.num_columns, dtype=dtype, device="cpu")
+        read = dict(zip(absent, self._read(absent, dtype), strict=True)) if absent else {}
+        for values_C, row in zip(rows_UC, rows, strict=True):
+            values_C[:] = read[row] if row in read else self._kept[row]
+        self._keep(rows, read)
         return rows_UC[place].to(ids.device)
 
-    def _is_absent(self, row: int, dtype: torch.dtype) -> bool:
-        return row not in self._kept or self._kept[row].dtype != dtype
-
-    def _keep(self, rows: Sequence[int], found: Sequence[Tensor]) -> None:
-        most = max(KEPT_BYTES // max(found[0].nbytes, 1), 1) if found else 0
-        for row, values_C in zip(rows[-most:], found[-most:], strict=True):
-            # A clone: a view would keep all rows that were read with it.
-            self._kept[row] = values_C if row in self._kept else values_C.clone()
+    def _keep(self, rows: Sequence[int], read: Mapping[int, Tensor]) -> None:
+        most = max(KEPT_BYTES // (self.num_columns * self._kept_dtype.itemsize), 1)
+        for row in rows[-most:]:
+            if row in read:  # a clone: a view would keep all rows that were read with it
+                self._kept[row] = read[row].clone()
             self._kept.move_to_end(row)
-        while len(self._kept) > most > 0:
+        while len(self._kept) > most:
             self._kept.popitem(last=False)
+
+    def __deepcopy__(self, memo: Any) -> RowTable:
+        """A copy of the module looks up the same rows."""
+        return self
 
     def whole(self, dtype: torch.dtype) -> Tensor:
         """Return [R, C]: all rows, read anew."""
@@ -91,8 +92,7 @@ class RowTable:
         )
         if isinstance(self._weight, PackedTensor):
             rows_NC = torch.empty(len(rows), self.num_columns, dtype=dtype, device="cpu")
-            if len(rows):
-                self._weight.unpack_rows({self._role: stored}, rows_NC)
+            self._weight.unpack_rows({self._role: stored}, rows_NC)
             return rows_NC
         return stored.view(getattr(torch, tensor.dtype)).to(dtype)
 
@@ -127,28 +127,15 @@ class Lookup:
 
 def find_lookups(model: Any, plan: Plan, rules: list[Any], *, least_bytes: int) -> list[Lookup]:
     """The embeddings, of a model on the meta device, whose tables can stay in the files: nothing
-    else uses the weight, and the checkpoint has it row by row under its own name. Packed tables of
-    LEAST_PACKED_BYTES and plain ones of `least_bytes` are worth it.
+    else uses the weight, and the checkpoint has it row by row. Packed tables of LEAST_PACKED_BYTES
+    and plain ones of `least_bytes` are worth it.
     """
-    renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
-    converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
-    meta = model.state_dict()
-    prefix = model.base_model_prefix
-    tied = {name for pair in model.all_tied_weights_keys.items() for name in pair}
     found = []
-    for name, module in model.named_modules():
-        param = f"{name}.weight"
-        weight = plan.dense.get(param)
-        if not isinstance(module, nn.Embedding) or weight is None or param in tied:
+    for name, module, weight in modules_as_stored(model, plan, rules):
+        least = LEAST_PACKED_BYTES if isinstance(weight, PackedTensor) else least_bytes
+        if not isinstance(module, nn.Embedding) or module.weight.nbytes < least:
             continue
-        if weight.shape != module.weight.shape or not StoredEmbedding.can_take_over(module):
-            continue
-        if rename_source_key(param, renamings, converters, prefix, meta) != (param, None):
-            continue
-        is_packed = isinstance(weight, PackedTensor)
-        least = LEAST_PACKED_BYTES if is_packed else least_bytes
-        num_bytes = prod(weight.shape) * module.weight.element_size()
-        if num_bytes >= least and _has_rows(weight):
+        if _has_rows(weight) and StoredEmbedding.can_take_over(module):
             found.append(Lookup(name, weight, module.weight.dtype))
     return found
 

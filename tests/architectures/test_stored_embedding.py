@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import shutil
 from pathlib import Path
 from typing import Any
@@ -100,7 +101,8 @@ def test_the_weight_is_there_for_other_readers(tiny_checkpoint, looked_up, monke
 @pytest.mark.parametrize(
     "change",
     [lambda w: w.mul_(2), lambda w: w.data.mul_(2), lambda w: w.__setitem__(0, 1.0),
-     lambda w: w.detach().copy_(w), lambda w: torch.mul(w, 2, out=w)],
+     lambda w: w.detach().copy_(w), lambda w: torch.mul(w, 2, out=w),
+     lambda w: setattr(w._embedding, "weight", nn.Parameter(w.clone()))],
 )  # fmt: skip
 def test_a_change_of_the_weight_is_refused(tiny_checkpoint, looked_up, change):
     with (
@@ -167,3 +169,20 @@ def test_a_class_that_needs_the_whole_weight_keeps_it():
         assert StoredEmbedding.can_take_over(Scaled(8, 4))
         assert not StoredEmbedding.can_take_over(ReadsAll(8, 4))
         assert not StoredEmbedding.can_take_over(nn.Embedding(8, 4, max_norm=1.0))
+
+
+def test_a_copy_of_the_module_looks_up_the_same_rows(tiny_checkpoint, looked_up):
+    with MoE(tiny_checkpoint) as moe:
+        embedding = moe.model.get_input_embeddings()
+        assert torch.equal(copy.deepcopy(embedding)(IDS), embedding(IDS))
+
+
+def test_a_history_fits_wherever_the_table_is(tiny_checkpoint, tmp_path, monkeypatch):
+    """Which depends on the memory."""
+    history = str(tmp_path / "history.npz")
+    with MoE(tiny_checkpoint, history=history) as moe:
+        moe.generate(input_ids=IDS, max_new_tokens=4)
+    monkeypatch.setattr(device, "TABLE_SHARE", 1 << 60)
+    with MoE(tiny_checkpoint, history=history) as moe:
+        assert isinstance(moe.model.get_input_embeddings(), StoredEmbedding)
+        moe.generate(input_ids=IDS, max_new_tokens=4)
