@@ -22,6 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from moe_infinity.checkpoint.signature import digest_of
 from moe_infinity.errors import CheckpointError, ConfigError, OutputError
 from moe_infinity.experts import Ints
 from moe_infinity.output import DAMAGED, read_arrays, whole_file, why_unwritable
@@ -53,6 +54,7 @@ class Prefix:
     _experts_TLK: Ints | None  # None: layers choose different numbers
     _passes: PromptPasses
     _model: weakref.ref[Any]  # the `MoE` that computes with it
+    _digest: str  # of its weights
 
     @property
     def num_bytes(self) -> int:
@@ -67,6 +69,11 @@ class Prefix:
         """
         if self._model() is not moe:
             raise ConfigError("this prefix was loaded by another model: each loads its own")
+        if digest_of(moe.model) != self._digest:
+            raise ConfigError(
+                "the model's weights are not those that this prefix was computed with\n"
+                "hint: save it anew, with the adapter or the change"
+            )
         ids = one_prompt(moe.model, named)
         num_known = self._num_known(ids)
         if not self._passes.is_usual(len(ids)):
@@ -168,7 +175,8 @@ def _prefix_of(moe: Loaded, arrays: Mapping[str, Array]) -> Prefix:
     state = torch.from_numpy(arrays["state"]) if parts.states else None
     experts_TLK = arrays.get("experts")
     passes = PromptPasses(moe, is_tried=True)
-    return Prefix(token_ids, blocks, state, parts, experts_TLK, passes, weakref.ref(moe))
+    digest = digest_of(moe.model)
+    return Prefix(token_ids, blocks, state, parts, experts_TLK, passes, weakref.ref(moe), digest)
 
 
 def ids_of(moe: Loaded, prompt: Prompt) -> list[int]:
@@ -215,6 +223,7 @@ def _computed(moe: Loaded, passes: PromptPasses, token_ids: list[int]) -> Prefix
         np.concatenate(known) if len(known) == len(experts) else None,
         passes,
         weakref.ref(moe),
+        digest_of(moe.model),
     )
 
 

@@ -16,6 +16,7 @@ import transformers
 
 from moe_infinity.checkpoint.file_names import checkpoint_files, find_gguf, gguf_parts
 from moe_infinity.checkpoint.file_state import fingerprint_of, state_of
+from moe_infinity.checkpoint.signature import digest_of
 from moe_infinity.errors import CheckpointError
 from moe_infinity.kernels.cpu.compiler import place_of_kernels
 from moe_infinity.local import find_local
@@ -62,6 +63,7 @@ def identity_of(moe: Loaded) -> dict[str, str]:
     return {
         "format": str(FORMAT),
         "weights": _digest(weights),
+        "weights in memory": digest_of(moe.model),
         "config": _digest(config),
         "dtype": str(moe.model.dtype),
         "device": str(moe.model.device),

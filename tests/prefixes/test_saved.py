@@ -229,3 +229,21 @@ def test_no_folder_is_said_before_anything_is_computed(plain, tmp_path):
     with pytest.raises(OutputError, match="does not exist"):
         plain.save_prefix(tmp_path / "nowhere" / "a.prefix", TEXT[:40])
     assert computed(plain) == before
+
+
+@pytest.mark.parametrize("is_changed_later", [True, False])
+def test_a_model_with_other_weights_takes_no_prefix(tiny_checkpoint, tmp_path, is_changed_later):
+    """Changed in place, as an adapter is merged, before or after the file was read."""
+    file = tmp_path / "a.prefix"
+    with MoE(tiny_checkpoint, dtype="float32") as moe:
+        prefix = moe.save_prefix(file, TEXT[:40])
+        with torch.no_grad():
+            moe.model.model.layers[0].self_attn.q_proj.weight.mul_(2)
+        if is_changed_later:
+            with pytest.raises(ConfigError, match="not those that this prefix was computed with"):
+                answer(moe, TEXT[:60], prefix=prefix)
+        else:
+            with pytest.raises(ConfigError, match="weights in memory"):
+                moe.load_prefix(file)
+        prefix = moe.save_prefix(file, TEXT[:40])
+        assert_same(answer(moe, TEXT[:60], prefix=prefix), answer(moe, TEXT[:60]))
