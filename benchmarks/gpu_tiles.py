@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT)]
+sys.path.append(str(ROOT / "runs" / "carried" / "packages"))  # see gpu_check.py
 
 import torch  # noqa: E402
 import triton  # noqa: E402

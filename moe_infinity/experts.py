@@ -190,14 +190,14 @@ class Routing(NamedTuple):
             if len(activated) == len(chosen):
                 num_without = top_k_index_TK.size - len(chosen)
                 return cls(1, activated, 1, num_without, top_k_index_TK, top_k_weights_TK)
-        found, counts = counted(top_k_index_TK[top_k_index_TK != NO_EXPERT])
+        found, counts = distinct(top_k_index_TK[top_k_index_TK != NO_EXPERT])
         num_without = top_k_index_TK.size - int(counts.sum())
         return cls(
             num_tokens, found.tolist(), counts, num_without, top_k_index_TK, top_k_weights_TK
         )
 
 
-def counted(expert_idxs: Ints) -> tuple[Ints, Ints]:
+def distinct(expert_idxs: Ints) -> tuple[Ints, Ints]:
     """Return the distinct experts, in order, and how often each occurs: as `numpy.unique` does, in
     a fraction of its time.
     """

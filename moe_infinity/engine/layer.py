@@ -71,6 +71,8 @@ class LayerPath:
         self._early_router = early_router
         self._stream = stream
         self._is_on_cpu = is_on_cpu
+        # Copies to a GPU wait in one queue: what comes later would hold up what is waited for.
+        self._streams_within_a_layer = is_on_cpu and stream is not None
         self._residents: dict[int, Residents | None] = {}  # filled once all experts have slots
 
     def run_layer(
@@ -138,13 +140,14 @@ class LayerPath:
             group_size = max(len(waiting) * STOPPABLE_ROWS // num_rows, 1)
         while waiting:
             wave = self._table.next_wave(waiting, Phase.PREFILL)
-            if len(wave) < len(waiting):
+            streams_rest = len(wave) < len(waiting) and self._streams_within_a_layer
+            if streams_rest:
                 wave = self._with_half_of_the_absent(wave)
             with self._table.holding(wave, Phase.PREFILL) as held:  # 2 look up
                 self._load_absent(layer_idx, held)  # 3 load
-                if len(wave) < len(waiting):
+                if streams_rest:
                     self._begin_stream(layer_idx, [k for k in waiting if k not in held.slot_ids])
-                elif self._is_on_cpu:
+                elif len(wave) == len(waiting) and self._is_on_cpu:
                     self._stream_next(layer_idx, len(routing.activated))
                 for group in self._arriving_groups(wave, group_size):
                     stop_if_cancelled()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from moe_infinity.experts import Ints, Phase, counted
+from moe_infinity.experts import Ints, Phase, distinct
 from moe_infinity.predict.eamc import EamcMatch
 from moe_infinity.predict.tables import Feature, Floats, Knowledge, Stage, chances_of
 
@@ -169,7 +169,7 @@ class SequencePredictor:
             match.observe_all(np.concatenate(one_token))
         else:
             for moe_layer_idx, top_k_index_TK in self._experts.items():
-                match.observe(moe_layer_idx, *counted(top_k_index_TK))
+                match.observe(moe_layer_idx, *distinct(top_k_index_TK))
         self._has_decoded |= self._phase is Phase.DECODE
 
     def learn(self, knowledge: Knowledge) -> None:

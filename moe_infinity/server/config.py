@@ -145,6 +145,13 @@ class ServeConfig:
             if origin != "*" and not ORIGIN.fullmatch(origin):
                 raise ConfigError(f"--cors {origin}: an origin is like https://app.example:8443")
 
+    @property
+    def gap_share_s(self) -> float:
+        """The part of `max_gap` after which others go on: the rest of a layer, a short prompt and a
+        step may follow, each as long.
+        """
+        return self.max_gap / 3
+
     def names(self) -> tuple[str, ...]:
         """The names of the model that were given."""
         return tuple(filter(None, map(str.strip, (self.served_name or "").split(","))))

@@ -75,11 +75,8 @@ class ReasoningFields(Body):
         if effort is None:
             return budget
         known = {"none": "low", "minimal": "low", "xhigh": "high", "max": "high"}
-        thinks = effort != "none"
-        return {
-            "reasoning_effort": known.get(effort, effort),
-            **dict.fromkeys(SWITCHES, thinks),
-        } | (budget)
+        switches = dict.fromkeys(SWITCHES, effort != "none")
+        return {"reasoning_effort": known.get(effort, effort), **switches, **budget}
 
     @property
     def _variables(self) -> Mapping[str, Any]:

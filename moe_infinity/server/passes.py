@@ -70,7 +70,7 @@ class Passes:
         self._can_chunk = reason is None
         self.reads_whole = not self._can_chunk  # prompts are read in one pass, however long
         self._chunk = config.prefill_chunk
-        self._max_gap = config.max_gap
+        self._gap_share_s = config.gap_share_s
         self._token_layer_s = 0.0  # of a prompt's token in a layer, of the last pass
         self._room = moe.engine.room
         self._num_layers = len(moe.engine.path.computers)
@@ -159,7 +159,7 @@ class Passes:
         if sequence.request.reads_all or (self._num_seats > 1 and self._room.has_all):
             most = USUAL_TOKENS
         elif not (self._num_seats == 1 or is_alone):
-            in_time = self._max_gap / 3 / self._token_layer_s if self._token_layer_s else 0
+            in_time = self._gap_share_s / self._token_layer_s if self._token_layer_s else 0
             most = max(USUAL_TOKENS, int(in_time))
         fitting = self._room.tokens_at_once(num_left, length, most)
         if fitting == 0:

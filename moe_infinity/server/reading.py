@@ -26,7 +26,7 @@ class Reading:
     def __init__(self, passes: Passes, config: ServeConfig) -> None:
         self.current: Running | None = None  # a pass over its prompt is under way
         self._began = 0.0  # when that pass began, by time.monotonic()
-        self._third_s = config.max_gap / 3  # a layer, a short prompt, and a step may follow
+        self._share_s = config.gap_share_s
         self._passes = passes
         self._sequences: deque[Running] = deque()
         self._shares = PromptShares(config.prefill_chunk or USUAL_TOKENS)
@@ -83,7 +83,7 @@ class Reading:
         now = time.monotonic()
         if current is not None and (current.is_cancelled or current.deadline < now):
             raise Left
-        return now - max(self._began, ran_at) >= self._third_s
+        return now - max(self._began, ran_at) >= self._share_s
 
 
 def nobody() -> None:

@@ -12,12 +12,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from moe_infinity.cache.counters import Counters, PrefetchCounters
 from moe_infinity.cache.policies import ACTIVATION_AWARE, EvictionPolicy
 from moe_infinity.cache.residency import ResidencyTable
-from moe_infinity.experts import ExpertKey, Ints, Phase, Step
+from moe_infinity.experts import ExpertKey, Ints, Phase, Step, distinct
 from moe_infinity.predict.planner import Planner, PredictingPolicy
 from moe_infinity.predict.predictor import Predictor
 from moe_infinity.predict.recorder import Recorder
@@ -262,10 +260,3 @@ def _policies(
                 chances=predictor,
             )
         yield shared[name]
-
-
-def distinct(top_k_index_TK: Ints) -> tuple[Ints, Ints]:
-    """The experts activated, ascending, and the tokens of each."""
-    if len(top_k_index_TK) == 1:
-        return np.sort(top_k_index_TK[0]), np.ones_like(top_k_index_TK[0])
-    return np.unique(top_k_index_TK, return_counts=True)

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_infinity.cache.policies import ACTIVATION_AWARE
-from moe_infinity.experts import Phase
+from moe_infinity.experts import Phase, distinct
 from moe_infinity.predict.tracefile import SequenceTrace
 from moe_infinity.tools.simulator.baselines import SIMULATED_POLICIES
-from moe_infinity.tools.simulator.replay import Cell, Hardware, Setup, distinct, replay
+from moe_infinity.tools.simulator.replay import Cell, Hardware, Setup, replay
 from moe_infinity.tools.simulator.schedule import interleave, steps_of
 from tests.tools.simulator.traces import lengths, one_after_the_other, sequence
 
