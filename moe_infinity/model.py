@@ -34,8 +34,6 @@ import torch
 from numpy.typing import NDArray
 
 from moe_infinity.architectures.early_router import EarlyRouter
-from moe_infinity.architectures.model_parts import bytes_by_type
-from moe_infinity.architectures.stored_embedding import row_bytes_by_type
 from moe_infinity.architectures.without_experts import COPIED, refuse, refuse_what_needs_experts
 from moe_infinity.checkpoint.kind import load_tokenizer
 from moe_infinity.checkpoint.loading import LoadedModel, load_without_experts
@@ -48,13 +46,14 @@ from moe_infinity.engine.engine import LocalExperts
 from moe_infinity.engine.experts import Experts
 from moe_infinity.engine.hooks import StepReader
 from moe_infinity.errors import Cancelled, ClosedError
-from moe_infinity.experts import Ints, Step, Tier
+from moe_infinity.experts import Ints, Step
 from moe_infinity.long_prompts import in_passes
 from moe_infinity.predict.eamc import RequestEam
 from moe_infinity.predict.history import History
 from moe_infinity.predict.predictor import check_policy
 from moe_infinity.predict.tracefile import SequenceTrace
-from moe_infinity.report import Report, TierOccupancy, count_paths
+from moe_infinity.report import Report
+from moe_infinity.snapshot import report_of
 from moe_infinity.streaming import TextStream, check_one_sequence, streamed_arguments
 
 if TYPE_CHECKING:
@@ -164,6 +163,20 @@ class MoE:
     def tokenizer(self) -> Any:
         """The checkpoint's tokenizer, as transformers gives it. Raises CheckpointError."""
         return load_tokenizer(
+            self.checkpoint,
+            config_from=self.config.config_from,
+            trust_remote_code=self.config.trust_remote_code,
+        )
+
+    @cached_property
+    def processor(self) -> Any:
+        """The checkpoint's processor, as transformers gives it: it takes text and images. None for
+        a model that takes no images. Raises ConfigError for a missing package, and CheckpointError.
+        """
+        from moe_infinity.images.processor import load_processor
+
+        return load_processor(
+            self.model,
             self.checkpoint,
             config_from=self.config.config_from,
             trust_remote_code=self.config.trust_remote_code,
@@ -300,25 +313,9 @@ class MoE:
         """Return hits, misses, bytes and waiting since the model was loaded, how full each tier is
         now, and which layers our kernels compute.
         """
-        engine = self.engine
-        num_experts = engine.bookkeeping.total_experts
-        disk = TierOccupancy(Tier.DISK.value, num_experts, num_experts, engine.stored_expert_bytes)
-        counters = copy.deepcopy(engine.bookkeeping.counters)
-        table = engine.tiers[0].table
         around = [] if self._small_batches is None else self._small_batches.paths()
-        return Report(
-            policy=self.config.policy,
-            experts=engine.description,
-            prefill=counters.prefill,
-            decode=counters.decode,
-            startup_bytes_read=self._startup_bytes_read,
-            dense_types=bytes_by_type(self.model),
-            row_types=row_bytes_by_type(self.model),
-            prefetches=copy.copy(table.prefetches),
-            preload=counters.preload,
-            evictions=table.evictions,
-            tiers=(*(tier.occupancy() for tier in engine.tiers), disk),
-            paths=count_paths([computer.path_taken for computer in engine.path.computers], around),
+        return report_of(
+            self.model, self.engine, self.config.policy, self._startup_bytes_read, around
         )
 
     def request_eams(self) -> list[RequestEam]:

@@ -28,7 +28,9 @@ RINGS = {
     "core": (
         ".", "engine", "cache", "predict", "memory", "architectures", "checkpoint", "system",
     ),
-    "shelf": ("kernels", "gpu", "quantize", "prefixes", "server", "cli", "entrypoints"),
+    "shelf": (
+        "kernels", "gpu", "quantize", "prefixes", "images", "server", "cli", "entrypoints",
+    ),
     "outside": ("tools", "cluster"),
 }  # fmt: skip
 ROOM_TO_GROW = 0.02

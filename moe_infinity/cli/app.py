@@ -56,6 +56,7 @@ from moe_infinity.quantize.options import check_options
 
 if TYPE_CHECKING:
     from moe_infinity.model import MoE
+    from moe_infinity.prefixes.kept import KeptPrompt
     from moe_infinity.streaming import TextStream
 
 
@@ -173,6 +174,13 @@ def run_watched_by(watcher: type[RunWatcher]) -> Command:
         prompt: Annotated[
             str, typer.Option("--prompt", "-p", help="Text to continue; '-' reads stdin.")
         ],
+        image: Annotated[
+            list[Path] | None,
+            typer.Option(
+                help="A PNG, JPEG, WebP or GIF file: the prompt is then a question about it. May "
+                "be given again."
+            ),
+        ] = None,
         max_new_tokens: MaxNewTokens = 128,
         temperature: Temperature = None,
         top_p: TopP = None,
@@ -194,7 +202,7 @@ def run_watched_by(watcher: type[RunWatcher]) -> Command:
         with open_model(model, yes=yes, **options) as moe, store.opened(moe) as prefix:
             show_preload(moe)
             settings = settings_of(max_new_tokens, temperature, top_p, seed)
-            stream = moe.stream(text, prefix=prefix, **settings)
+            stream = _stream_of(moe, text, image or [], prefix, settings)
             with watching(moe, text, stream, settings):
                 for piece in stream:
                     if not as_json:
@@ -207,6 +215,17 @@ def run_watched_by(watcher: type[RunWatcher]) -> Command:
                 stderr.print(shown(moe.report()), soft_wrap=True)
 
     return run
+
+
+def _stream_of(
+    moe: MoE, text: str, images: list[Path], prefix: KeptPrompt | None, settings: dict[str, Any]
+) -> TextStream:
+    """The text that continues a prompt, or answers a question about images."""
+    if not images:
+        return moe.stream(text, prefix=prefix, **settings)
+    from moe_infinity.images.question import question
+
+    return moe.stream(question(moe, text, images), **settings)
 
 
 def _text_of(prompt: str) -> str:

@@ -82,6 +82,11 @@ class Lengths:
         """Return True if a sequence of this length computes as shorter ones do."""
         return self.regime(length) == self.regime(1)
 
+    @property
+    def begins_anew(self) -> bool:
+        """True if some answers go on without the cache of their tokens, see `num_anew`."""
+        return any(self._anew.values())
+
     def num_anew(self, num_cached: int, length: int) -> int:
         """Return of how many tokens the step that reaches this length computes keys and values
         anew, because generate() goes on without the cache of this many tokens; 0 if it keeps it.

@@ -154,6 +154,7 @@ def one_prompt(model: Any, named: Mapping[str, Any]) -> list[int]:
     problems = {
         "one sequence of token ids": isinstance(ids, Tensor)
         and (ids.ndim, len(ids), ids.is_floating_point()) == (2, 1, False),
+        "text alone": named.get("pixel_values") is None,
         "no padding": mask is None or bool(mask.all()),
         # transformers 5.24: with an assistant and a cache the tokens are wrong, without us as well
         "a prompt that is continued one token after another": mode in ONE_BY_ONE,

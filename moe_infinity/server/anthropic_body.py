@@ -18,7 +18,7 @@ from moe_infinity.server.fields import (
     refused_field,
     short,
 )
-from moe_infinity.server.parts import MediaPart, TextPart
+from moe_infinity.server.parts import ImagePart, MediaPart, TextPart
 from moe_infinity.server.protocol import SampledBody, Stop
 from moe_infinity.server.refusals import BadRequest, wrong_fields
 
@@ -123,7 +123,9 @@ class ToolResultBlock(Cacheable):
     is_error: bool | None = None  # without effect: chat templates have no place for it
 
     def for_chat(self) -> Message:
-        return Message(role="tool", content=text_of(self.content), tool_call_id=self.tool_use_id)
+        has_images = any(isinstance(block, ImagePart) for block in self.content)
+        content = parts_of(self.content) if has_images else text_of(self.content)
+        return Message(role="tool", content=content, tool_call_id=self.tool_use_id)
 
 
 def kind_of(block: Any) -> str:
@@ -135,14 +137,14 @@ def kind_of(block: Any) -> str:
     if kind == "document" and isinstance(source, dict):
         is_text = source.get("type") in ("text", "content")
         return "document" if is_text else "media"
-    if kind in ("image", "container_upload"):
+    if kind == "container_upload":
         return "media"
     return kind if kind in KINDS else "other"
 
 
 KINDS = (
     "text", "document", "search_result", "compaction", "thinking", "redacted_thinking", "tool_use",
-    "tool_result",
+    "tool_result", "image",
 )  # fmt: skip
 Block = Annotated[
     Annotated[TextBlock, Tag("text")]
@@ -153,6 +155,7 @@ Block = Annotated[
     | Annotated[RedactedThinkingBlock, Tag("redacted_thinking")]
     | Annotated[ToolUseBlock, Tag("tool_use")]
     | Annotated[ToolResultBlock, Tag("tool_result")]
+    | Annotated[ImagePart, Tag("image")]
     | Annotated[MediaPart, Tag("media")]
     | Annotated[OtherBlock, Tag("other")],
     Discriminator(kind_of),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import AliasChoices, Field, model_validator
@@ -26,8 +26,9 @@ from moe_infinity.server.functions import (
     ToolChoice,
 )
 from moe_infinity.server.grammars import Structure
+from moe_infinity.server.image_marks import ImageMarks
 from moe_infinity.server.limits import LOGPROBS
-from moe_infinity.server.parts import MediaPart, Part, ThinkingPart
+from moe_infinity.server.parts import ImagePart, MediaPart, Part, ThinkingPart
 from moe_infinity.server.protocol import GenerationBody
 from moe_infinity.server.refusals import BadRequest
 
@@ -85,9 +86,12 @@ class Message(Body):
     refusal: str | None = None
     function_call: CalledFunction | None = None  # what tool_calls were before
 
-    def for_template(self) -> dict[str, Any]:
-        """The message as `shapes` expects it: `content` is a string, as are arguments of calls."""
-        message: dict[str, Any] = {"role": self.role, "content": self._text or self.refusal or ""}
+    def for_template(self, marks: ImageMarks | None = None) -> dict[str, Any]:
+        """The message as `shapes` expects it: `content` is a string, as are arguments of calls.
+        `marks` get its images; without them words say that they are left out.
+        """
+        content = self._text(marks) or self.refusal or ""
+        message: dict[str, Any] = {"role": self.role, "content": content}
         message |= self.model_dump(include={"name", "tool_call_id"}, exclude_none=True)
         calls = [call.for_template() for call in self.tool_calls or ()]
         if self.function_call is not None:
@@ -102,10 +106,19 @@ class Message(Body):
         return message
 
     @property
-    def _text(self) -> str:
+    def images(self) -> list[ImagePart]:
+        parts = self.content if isinstance(self.content, list) else ()
+        return [part for part in parts if isinstance(part, ImagePart)]
+
+    def _text(self, marks: ImageMarks | None) -> str:
         if not isinstance(self.content, list):
             return self.content or ""
-        return "\n".join(part.text for part in self.content if not isinstance(part, ThinkingPart))
+        parts = [part for part in self.content if not isinstance(part, ThinkingPart)]
+        if marks is None:
+            return "\n".join(part.text for part in parts)
+        return marks.join(
+            [marks.put(part) if isinstance(part, ImagePart) else part.text for part in parts]
+        )
 
     @property
     def _thoughts(self) -> str:
@@ -180,7 +193,7 @@ class ChatBody(ReasoningFields, GenerationBody):
         if self.must_call and not self.template_tools:
             raise BadRequest("there are no tools", param="tool_choice")
         self._require_messages()
-        require_text(self.messages, "messages", is_continued=self.is_continued)
+        require_readable(self.messages, "messages", is_continued=self.is_continued)
         return self
 
     def _require_messages(self) -> None:
@@ -266,9 +279,9 @@ class ChatBody(ReasoningFields, GenerationBody):
         return tools or None
 
 
-def require_text(messages: Sequence[Message], param: str, *, is_continued: bool = False) -> None:
-    """Raise BadRequest if what a user asks last has parts that are no text. What was said before
-    is over: a conversation in which another model saw an image can go on.
+def asked_last(messages: Sequence[Message], *, is_continued: bool) -> Iterator[MediaPart]:
+    """Yield the parts that are no text of what a user asks last. What was said before is over: a
+    conversation in which another model saw an image can go on.
     """
     for message in reversed(messages[:-1] if is_continued else messages):
         if message.role == "assistant":
@@ -276,7 +289,16 @@ def require_text(messages: Sequence[Message], param: str, *, is_continued: bool 
         parts = message.content if message.role == "user" else None
         for part in parts if isinstance(parts, list) else ():
             if isinstance(part, MediaPart):
-                raise BadRequest(f"{ONLY_TEXT}, not a part of type {part.type!r}", param=param)
+                yield part
+
+
+def require_readable(
+    messages: Sequence[Message], param: str, *, is_continued: bool = False
+) -> None:
+    """Raise BadRequest if what a user asks last has parts that are neither text nor images."""
+    for part in asked_last(messages, is_continued=is_continued):
+        if not isinstance(part, ImagePart):
+            raise BadRequest(f"{ONLY_TEXT}, not a part of type {part.type!r}", param=param)
 
 
 class TokenizeBody(RequestBody):

@@ -87,6 +87,15 @@ class ServeConfig:
             "context leaves.",
         ),
     ] = None
+    allow_media: Annotated[
+        list[str] | None,
+        Option(
+            metavar="PLACE",
+            help="Where images may come from beside data URLs: a folder, or the beginning of a URL "
+            "as https://images.example/; https:// allows all public hosts. May be given again; "
+            "'none' refuses all images.",
+        ),
+    ] = None
     strict_fields: Annotated[
         bool,
         Option(

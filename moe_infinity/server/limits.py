@@ -48,6 +48,11 @@ NAME_CHARACTERS = Limit("a model's name", 1_000, "characters", 400, "model")
 CHOICES = Limit("choices", 16, "items", 400, "n")
 LOGPROBS = Limit("alternatives of a token", 20, "items", 400, "logprobs, top_logprobs")
 LISTED = Limit("prompt tokens x (1 + alternatives)", 100_000, "entries", 400, "logprobs with echo")
+# Of images.
+IMAGES = Limit("images of a request", 100, "items", 400, "messages, input")
+IMAGE_BYTES = Limit("files of these images, together", 64 * MIB, "bytes", 400, "messages, input")
+PIXELS = Limit("pixels of these images, together", 1 << 25, "pixels", 400, "messages, input")
+FETCH_S = Limit("time to fetch these images", 10, "s", 400, "messages, input")
 # Of structures.
 GRAMMAR = Limit("a grammar in Lark", 128 * KIB, "characters", 400, "grammar")
 GBNF = Limit("a grammar in GBNF", 24 * KIB, "characters", 400, "grammar")
@@ -64,6 +69,7 @@ RENDERED = Limit("text that the chat template makes", 16 * MIB, "characters", 40
 # Of the queue.
 QUEUED_TOKENS = Limit("prompt tokens of all clients that wait", 2_000_000, "tokens", 429)
 QUEUED_TOKENS_OF_ONE = Limit("prompt tokens of one client that wait", 1_000_000, "tokens", 429)
+QUEUED_IMAGES = Limit("images of all clients that wait, as tensors", 1024 * MIB, "bytes", 429)
 CLIENTS = Limit("clients that may fill a queue each", 8, "clients", 429)
 # Of connections.
 # Fewer where the process may have fewer open files. A new one closes the one that is idle longest.

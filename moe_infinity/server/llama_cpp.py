@@ -212,7 +212,7 @@ class LlamaApi:
                 "total_slots": self._backend.engine.config.max_batch,
                 "model_alias": self._backend.name,
                 "model_path": self._backend.moe.checkpoint,
-                "modalities": {"vision": False, "audio": False},
+                "modalities": {"vision": reader.takes_images, "audio": False},
                 "chat_template": str(tokenizer.chat_template or ""),
                 "bos_token": tokenizer.bos_token or "",
                 "eos_token": tokenizer.eos_token or "",

@@ -160,6 +160,7 @@ class OllamaApi:
         reader = self._backend.reader
         template = str(reader.tokenizer.chat_template or "")
         capabilities = ["completion", "embedding"]
+        capabilities += ["vision"] if reader.takes_images else []
         capabilities += ["tools"] if "tools" in template and reader.format.is_known else []
         capabilities += ["thinking"] if "thinking" in template else []
         info = {

@@ -42,6 +42,12 @@ class OllamaMessage(OllamaBody):
         return next(iter(by_id or by_name or calls), None)
 
 
+def parts_of(images: list[Any], text: str | None) -> list[dict[str, Any]]:
+    """Return the content of a message; the images come first, as in Ollama."""
+    parts = [{"type": "image", "data": data} for data in images]
+    return [*parts, {"type": "text", "text": text or ""}]
+
+
 def name_in(call: dict[str, Any]) -> Any:
     """Return the name of the function that a call is of."""
     function = call.get("function")
@@ -97,8 +103,7 @@ class OllamaChatBody(OllamaGenerationBody):
         for each in self.messages or ():
             message: dict[str, Any] = {"role": each.role, "content": each.content or ""}
             if each.images:
-                text = {"type": "text", "text": each.content or ""}
-                message["content"] = [text, *[{"type": "image"}] * len(each.images)]
+                message["content"] = parts_of(each.images, each.content)
             if each.thinking:
                 message["reasoning_content"] = each.thinking
             if each.tool_calls:
@@ -126,14 +131,17 @@ class OllamaGenerateBody(OllamaGenerationBody):
 
     def require_possible(self) -> None:
         """Raises BadRequest for a field that this server has nothing for."""
-        for name in ("suffix", "images", "template", "context"):
+        for name in ("suffix", "template", "context"):
             if getattr(self, name):
                 raise BadRequest("this field is not supported", param=name)
+        if self.images and self.raw:
+            raise BadRequest("a raw prompt has no place for images", param="images")
 
     def for_chat(self) -> ChatBody:
         """Raises BadRequest and RequestValidationError."""
         system = [{"role": "system", "content": self.system}] if self.system else []
-        return self.chat_body([*system, {"role": "user", "content": self.prompt}])
+        content = parts_of(self.images, self.prompt) if self.images else self.prompt
+        return self.chat_body([*system, {"role": "user", "content": content}])
 
     def for_completion(self) -> CompletionBody:
         """Raises BadRequest and RequestValidationError."""

@@ -31,7 +31,7 @@ class ThinkingPart(Body):
 
 
 class MediaPart(Body):
-    """An image, a file, speech, or anything else that no model here can read."""
+    """A file, speech, or anything else that no model here can read."""
 
     type: str
 
@@ -42,6 +42,35 @@ class MediaPart(Body):
 
     def left_out(self) -> str | None:
         return f"a part of type {short(self.type)}"
+
+
+class ImagePart(MediaPart):
+    """An image, in the forms of OpenAI, Anthropic, the AI SDK and MCP."""
+
+    type: Literal["image_url", "input_image", "image"]
+    image_url: Any = None
+    source: Any = None
+    image: Any = None
+    data: Any = None
+    mime_type: Any = Field(None, alias="mimeType")  # without effect: the data say what they are
+    detail: Any = None  # without effect: the model's processor decides
+    cache_control: Any = None
+
+    def left_out(self) -> str | None:
+        return None
+
+    @property
+    def url(self) -> str | None:
+        """Return the URL, a data URL for an image that is in the request; None if it has neither,
+        or not as a string.
+        """
+        source = self.source if isinstance(self.source, dict) else {}
+        of_url = self.image_url.get("url") if isinstance(self.image_url, dict) else self.image_url
+        data = source.get("data") or self.data
+        if isinstance(data, str):
+            return f"data:;base64,{data}"
+        found = of_url or source.get("url") or self.image
+        return found if isinstance(found, str) else None
 
 
 def with_type(part: Any) -> Any:
@@ -65,11 +94,15 @@ KINDS = {
     "refusal": "refusal",
     "thinking": "thinking",
     "reasoning": "thinking",
+    "image_url": "image",
+    "input_image": "image",
+    "image": "image",
 }
 Part = Annotated[
     Annotated[TextPart, Tag("text")]
     | Annotated[RefusalPart, Tag("refusal")]
     | Annotated[ThinkingPart, Tag("thinking")]
+    | Annotated[ImagePart, Tag("image")]
     | Annotated[MediaPart, Tag("media")],
     Discriminator(kind_of),
     BeforeValidator(with_type),

@@ -40,11 +40,13 @@ from moe_infinity.prefixes.cache_layers import (
 from moe_infinity.prefixes.continuing import why_not, why_not_in_parts
 from moe_infinity.prefixes.lengths import Lengths
 from moe_infinity.prefixes.prefix_cache import PREFIX_SHARE, PrefixCache
+from moe_infinity.prefixes.prefix_tree import Node
 from moe_infinity.prefixes.prompt_store import PromptStore
 from moe_infinity.prefixes.store_key import open_store
 from moe_infinity.server.batch import DecodeBatch
 from moe_infinity.server.config import ServeConfig
 from moe_infinity.server.generation import Generation
+from moe_infinity.server.image_passes import answer_positions, image_inputs, key_of
 from moe_infinity.server.sampling import ChosenToken, prompt_logprobs
 from moe_infinity.server.sequences import NoEmbeddings, QueueFull, Running
 from moe_infinity.sizes import parse_size
@@ -125,7 +127,11 @@ class Passes:
             self._can_chunk and self._num_seats > 1 and self.lengths.is_usual(len(prompt_ids))
         )
         if sequence.branch is not None and can_stop:
-            end, is_end = self.prefixes.pass_end(sequence.branch, prompt_ids, start, end)
+            end, is_end = self.prefixes.pass_end(sequence.branch, key_of(sequence), start, end)
+        images = sequence.request.images
+        if images is not None and (whole := images.end_of_span(end)) > end:
+            end = whole
+            is_end = end == len(prompt_ids)
         chunk = prompt_ids[start:end]
         inputs = {
             "input_ids": torch.tensor([chunk], dtype=torch.long, device="cpu"),
@@ -133,6 +139,7 @@ class Passes:
             "position_ids": torch.arange(start, start + len(chunk), device="cpu")[None],
             "cache": cache,
             "num_forgotten": sequence.num_forgotten,  # not the model's
+            **image_inputs(sequence, self._moe.model, start, end),
         }
         step = self._step(Phase.PREFILL, [sequence] * len(chunk), chunk)
         began = time.perf_counter()
@@ -140,9 +147,12 @@ class Passes:
         took_s = time.perf_counter() - began
         self._token_layer_s = took_s / len(chunk) / self._num_layers
         sequence.num_prefilled += len(chunk)
+        if images is not None and sequence.is_prefilled and not self.lengths.begins_anew:
+            images.leave()
         if sequence.branch is not None:
             sequence.branch.note(self._moe.last_routing())
-            self.prefixes.extend(sequence.branch, prompt_ids, cache, 0, end, is_end=is_end)
+            key = key_of(sequence)
+            self.prefixes.extend(sequence.branch, key, cache, 0, end, is_end=is_end)
             if self.prefixes.needs_windows:
                 cut_windows(cache, is_last=sequence.is_prefilled)
         return logits_V
@@ -196,10 +206,7 @@ class Passes:
         is_apart = sequence.request.reads_all or sequence.num_forgotten > 0
         if self.prefixes.num_bytes == 0 or is_apart:
             return cache
-        regime = self.lengths.regime(len(sequence.ids))
-        sequence.branch = self.prefixes.branch((sequence.request.owner, regime))
-        known_ids = sequence.ids[:-1]
-        nodes = self.prefixes.find(sequence.branch, known_ids)
+        nodes = self._known(sequence)
         if nodes:
             self.prefixes.fill(cache, nodes, self._moe.model.device)
             sequence.num_prefilled = sum(len(node.tokens) for node in nodes)
@@ -207,12 +214,26 @@ class Passes:
                 sequence.num_cached = sequence.num_prefilled
             experts = [node.experts for node in nodes if node.experts is not None]
             if len(experts) == len(nodes):
-                known_ids = known_ids[: sequence.num_prefilled]
+                known_ids = sequence.ids[: sequence.num_prefilled]
                 step = self._step(Phase.PREFILL, [sequence] * len(known_ids), known_ids)
                 self._moe.note_known(step, np.concatenate(experts).astype(np.int64))
         if self.prefixes.needs_windows:
             keep_windows(cache)
         return cache
+
+    def _known(self, sequence: Running) -> list[Node]:
+        """The blocks with which a sequence begins, and which end beside an image, not within it."""
+        owner = sequence.request.owner, self.lengths.regime(len(sequence.ids))
+        known = key_of(sequence)[:-1]
+        images = sequence.request.images
+        while True:
+            sequence.branch = self.prefixes.branch(owner)
+            nodes = self.prefixes.find(sequence.branch, known)
+            end = sum(len(node.tokens) for node in nodes)
+            place = end if images is None else images.begin_of_span(end)
+            if place == end:
+                return nodes
+            known = known[:place]
 
     def decode(self, sequences: Sequence[Running], batch: DecodeBatch) -> Tensor:
         """Compute one token of each sequence. Returns [B, V] float32 logits.
@@ -222,7 +243,9 @@ class Passes:
         token_ids = [sequence.last_id for sequence in sequences]
         batch.begin_step()
         step = self._step(Phase.DECODE, sequences, token_ids)
-        logits_BV = self._forward(step, batch.inputs(token_ids))
+        inputs = batch.inputs(token_ids)
+        inputs["position_ids"] = answer_positions(sequences, inputs["position_ids"])
+        logits_BV = self._forward(step, inputs)
         batch.grow()
         if self.prefixes.num_bytes > 0:
             experts_BLK = self._moe.last_routing()
@@ -247,7 +270,7 @@ class Passes:
         if sequence.branch is not None and batch.cache is not None:
             length = batch.lengths[row]
             self.prefixes.extend(
-                sequence.branch, sequence.ids, batch.cache, row, length, is_end=is_end
+                sequence.branch, key_of(sequence), batch.cache, row, length, is_end=is_end
             )
 
     def _forward(self, step: Step, inputs: dict[str, Any]) -> Tensor:

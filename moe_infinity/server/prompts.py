@@ -15,6 +15,7 @@ from llguidance import LLMatcher
 from transformers import PreTrainedTokenizerBase
 
 from moe_infinity.errors import CheckpointError
+from moe_infinity.images.prompt import PromptImages
 from moe_infinity.model import MoE
 from moe_infinity.prefixes.lengths import has_growing_context, longest_context
 from moe_infinity.server.chat import ChatBody
@@ -31,6 +32,7 @@ from moe_infinity.server.grammars import (
     tight,
     tools_of,
 )
+from moe_infinity.server.image_reader import ImageReader
 from moe_infinity.server.limits import LISTED
 from moe_infinity.server.messages import MessageFormat
 from moe_infinity.server.protocol import (
@@ -72,6 +74,7 @@ class PromptReader:
         """`reads_whole`: a prompt is one pass, however long."""
         self.tokenizer = moe.tokenizer
         self._template = ChatTemplate(moe.tokenizer)
+        self._images = ImageReader(moe, config.allow_media or ())
         self.format = MessageFormat(moe.tokenizer, moe.model)
         context = context_of(moe, config.max_context)
         self.max_context = within_memory(moe, context, reads_whole)  # tokens of prompt and answer
@@ -85,6 +88,10 @@ class PromptReader:
         if self._template.is_there:
             # It takes a second, which the first conversation need not wait for.
             threading.Thread(target=self._template.forms, daemon=True).start()
+
+    @property
+    def takes_images(self) -> bool:
+        return self._images.takes_images
 
     def completion(self, body: CompletionBody) -> list[Request]:
         """A request per prompt and choice; the choices of a prompt are neighbours.
@@ -120,16 +127,19 @@ class PromptReader:
     def chat(self, body: ChatBody, names: FieldNames = SAME_NAMES) -> list[Request]:
         """A request per choice. Raises BadRequest."""
         param = names.get("messages", "messages")
-        ids = self.conversation_ids(body, names)
+        ids, images = self._conversation(body, names)
         most = self._max_new_tokens or self._generation.max_new_tokens(len(ids))
         max_tokens = body.max_answer_tokens or most or self.max_context
         grammar = self._chat_grammar(body, ids, names)
         requests = self._requests(ids, body, max_tokens, param, grammar)
+        if images is not None:
+            images.num_readers = len(requests)
         is_known = self.format.is_known
         hidden_ids = self.format.hidden_ids
         return [
             replace(
                 each,
+                images=images,
                 has_special=is_known,
                 hidden_ids=hidden_ids,
                 budget=self._budget(body, ids, has_grammar=grammar is not None),
@@ -157,11 +167,17 @@ class PromptReader:
 
         Raises BadRequest for a model without a chat template, or messages that it does not take.
         """
+        return self._conversation(body, names)[0]
+
+    def _conversation(
+        self, body: ChatBody, names: FieldNames
+    ) -> tuple[list[int], PromptImages | None]:
         if not self._template.is_there:
             raise BadRequest("this model has no chat template: use /v1/completions", code="no_chat")
         variables = self._template_variables(body)
-        messages = [message.for_template() for message in body.messages]
         param = names.get("messages", "messages")
+        marks = self._images.marks(body, param)
+        messages = [message.for_template(marks) for message in body.messages]
         self._tokens.require_possible(sum(len(each["content"]) for each in messages), param)
         try:
             prompt = self._template.text(
@@ -170,11 +186,14 @@ class PromptReader:
                 variables,
                 is_continued=body.is_continued,
                 begins_answer=body.add_generation_prompt is not False,
+                marks=marks,
             )
         except TemplateRaised as error:
             message = f"the chat template does not take these messages: {error}"
             raise BadRequest(message, param=param) from error
-        return self.text_ids(prompt, param, has_special=False)
+        if marks is not None:
+            return self._images.prompt(prompt, marks, param)
+        return self.text_ids(prompt, param, has_special=False), None
 
     def _template_variables(self, body: ChatBody) -> dict[str, Any]:
         """Hints are for templates that have such a variable. Raises BadRequest for another variable

@@ -14,7 +14,7 @@ from moe_infinity.server.chat import (
     JsonSchema,
     Message,
     TextFormat,
-    require_text,
+    require_readable,
 )
 from moe_infinity.server.efforts import BUDGETS, BudgetTokens, StatedEffort
 from moe_infinity.server.fields import NOT_KEPT, Body, Items, ToolOfType, refused_field, short
@@ -262,7 +262,7 @@ class ResponsesBody(SampledBody):
             messages += messages_of(self.input)
         if not messages:
             raise BadRequest("this has no messages", param="input")
-        require_text(messages, "input")
+        require_readable(messages, "input")
         choice = self.tool_choice
         wants_logprobs = "message.output_text.logprobs" in (self.include or ())
         has_logprobs = wants_logprobs or bool(self.top_logprobs)

@@ -21,6 +21,7 @@ from transformers.cache_utils import DynamicCache
 
 from moe_infinity.detokenizer import UNFINISHED, Detokenizer
 from moe_infinity.errors import MoEInfinityError
+from moe_infinity.images.prompt import PromptImages
 from moe_infinity.prefixes.prefix_tree import Branch
 from moe_infinity.server.generation import Settings
 from moe_infinity.server.sampling import ChosenToken, Constraint, Sampler, Sampling
@@ -112,6 +113,7 @@ class Request:
 
     prompt_ids: Sequence[int]
     max_new_tokens: int  # with 0 it ends with its prompt
+    images: PromptImages | None = None
     sampling: Sampling = field(default_factory=Sampling)
     stop: tuple[str, ...] = ()
     owner: str = ""  # requests of one owner share prefixes

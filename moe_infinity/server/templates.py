@@ -20,6 +20,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from moe_infinity.server.image_marks import ImageMarks
 from moe_infinity.server.limits import RENDERING_S
 from moe_infinity.server.rendering import TemplateRaised, TemplateTooSlow, shared_renderers
 from moe_infinity.server.shapes import REASONING, REPAIRS, Forms, Messages, shaped
@@ -67,8 +68,9 @@ class Rendering:
     Mistral's tokenizers have none: they bring code of a library.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, marks: ImageMarks | None = None) -> None:
         self._tokenizer = tokenizer
+        self._marks = marks
         self._is_jinja = (
             getattr(type(tokenizer), "apply_chat_template", None)
             is PreTrainedTokenizerBase.apply_chat_template
@@ -89,6 +91,8 @@ class Rendering:
         **options: Any,
     ) -> str:
         """Return the text. Raises TemplateRaised; TemplateTooSlow if the time is over."""
+        if self._marks is not None:
+            messages = self._marks.taken_apart(messages)
         if self._is_jinja:
             arguments = {
                 **self._tokenizer.special_tokens_map,
@@ -131,15 +135,17 @@ class ChatTemplate:
         *,
         is_continued: bool = False,
         begins_answer: bool = True,
+        marks: ImageMarks | None = None,
     ) -> str:
         """Return the prompt for messages in OpenAI's form, whose contents are text.
 
         `is_continued`: the last message is the beginning of the answer. `begins_answer`: otherwise
-        the prompt ends with what begins one. Raises TemplateRaised with the template's words.
+        the prompt ends with what begins one. `marks`: of the images in these texts, which are then
+        in the order of the prompt's. Raises TemplateRaised with the template's words.
         """
         forms = self.forms()
         options = {"tools": tools, "add_generation_prompt": begins_answer, **variables}
-        rendering = Rendering(self._tokenizer)
+        rendering = Rendering(self._tokenizer, marks)
         if is_continued:
             options |= {"add_generation_prompt": False, "continue_final_message": True}
         try:

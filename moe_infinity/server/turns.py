@@ -8,7 +8,7 @@ another      gets a seat before the first gets one more, and one of the first's 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from hashlib import blake2b
 from secrets import token_bytes
 
@@ -84,6 +84,8 @@ class SeatQueue:
             raise QueueFull("long prompts are waiting")
         if len(self) and num_tokens(self) + new > limits.QUEUED_TOKENS.most:
             raise QueueFull("long prompts of other clients are waiting")
+        if len(self) and image_bytes((*self, *sequences)) > limits.QUEUED_IMAGES.most:
+            raise QueueFull("large images are waiting")
         self._queues.setdefault(client, deque()).extend(sequences)
 
     def put_back(self, sequence: Running) -> None:
@@ -154,6 +156,12 @@ class PromptShares:
 def num_tokens(sequences: Iterator[Running] | Sequence[Running] | SeatQueue) -> int:
     """Return the tokens of their prompts, together."""
     return sum(len(sequence.ids) for sequence in sequences)
+
+
+def image_bytes(sequences: Iterable[Running]) -> int:
+    """Memory of the images of prompts; choices of one prompt share them."""
+    images = {each.request.images for each in sequences}
+    return sum(each.num_bytes for each in images if each is not None)
 
 
 def to_yield(seated: Sequence[Running], client: str) -> Running | None:

@@ -16,6 +16,7 @@ from moe_infinity import MoE
 from moe_infinity.server.app import create_app
 from moe_infinity.server.config import ServeConfig
 from moe_infinity.server.engine import Engine
+from moe_infinity.server.passes import store_of
 from moe_infinity.server.serve import Server, http_settings
 
 
@@ -53,7 +54,8 @@ def serving(moe: MoE, **options: Any) -> Iterator[Serving]:
     """A server with these fields of ServeConfig."""
     defaults: dict[str, Any] = {"served_name": "tiny", "max_new_tokens": 64, "port": 0}
     config = ServeConfig(**(defaults | options))
-    engine = Engine(moe, config)
+    has_store = config.prompt_store is not None  # by default it is the user's
+    engine = Engine(moe, config, store_of(moe, config) if has_store else None)
     app = create_app(moe, engine, config)
     settings = http_settings(app, config)
     server = Server(settings, on_exit=engine.drain)

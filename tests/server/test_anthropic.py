@@ -225,7 +225,7 @@ def kind_of(error: anthropic.APIStatusError) -> Any:
     [
         ({"messages": None}, "messages: "),
         ({"messages": []}, "messages: "),
-        ({"messages": [IMAGE]}, "messages: this server reads and writes text only"),
+        ({"messages": [IMAGE]}, "messages: this model reads text only"),
         (
             {"messages": [{"role": "user", "content": [{"type": "tool_use"}]}]},
             "messages.0.content.0.tool_use.id: Field",

@@ -26,7 +26,7 @@ SAID = {"role": "user", "content": "w5"}
         (
             "v1/chat/completions",
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-            "messages: this server reads and writes text only",
+            "messages: this model reads text only",
         ),
         ("tokenize", {"prompt": "w5", "messages": [SAID]}, "prompt: give either this or messages"),
         ("tokenize", {}, "prompt: give either this or messages"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import httpx
 import pytest
 from pydantic import ValidationError
 
@@ -84,12 +85,16 @@ def of_user(*parts: dict[str, Any]) -> dict[str, Any]:
 
 ANSWER = {"role": "assistant", "content": "A"}
 NEXT = {"role": "user", "content": "more"}
-BODIES_WITH_IMAGES: list[tuple[Any, Any, Any]] = [
-    (ChatBody, "messages", of_user(IMAGE)),
-    (ResponsesBody, "input", of_user(INPUT_IMAGE)),
-    (MessagesBody, "messages", of_user(BLOCK)),
-    (MessagesBody, "messages", of_user(PDF)),
-    (OllamaChatBody, "messages", {"role": "user", "content": "look", "images": ["aGk="]}),
+BODIES_WITH_IMAGES: list[tuple[Any, str, Any, str]] = [
+    (ChatBody, "messages", of_user(IMAGE), "v1/chat/completions"),
+    (ResponsesBody, "input", of_user(INPUT_IMAGE), "v1/responses"),
+    (MessagesBody, "messages", of_user(BLOCK), "v1/messages"),
+    (
+        OllamaChatBody,
+        "messages",
+        {"role": "user", "content": "look", "images": ["aGk="]},
+        "api/chat",
+    ),
 ]
 
 
@@ -98,13 +103,26 @@ def chat_of(kind: Any, fields: dict[str, Any]) -> ChatBody:
     return body if kind is ChatBody else body.for_chat()
 
 
-@pytest.mark.parametrize(("kind", "name", "seen"), BODIES_WITH_IMAGES)
-def test_a_conversation_that_had_an_image_goes_on_and_a_new_one_is_refused(kind, name, seen):
+@pytest.mark.parametrize(("kind", "name", "seen", "path"), BODIES_WITH_IMAGES)
+def test_without_eyes_a_conversation_that_had_an_image_goes_on_and_a_new_one_is_refused(
+    kind, name, seen, path, server
+):
     first, *_ = chat_of(kind, {name: [seen, ANSWER, NEXT]}).messages
     assert "left out" in first.for_template()["content"]
-    for turns in ([seen], [NEXT, ANSWER, seen]):
-        with pytest.raises(BadRequest, match="text only"):
-            chat_of(kind, {name: turns})
+    for turns, status in (([seen, ANSWER, NEXT], 200), ([seen], 400), ([NEXT, ANSWER, seen], 400)):
+        body = {name: turns, "max_tokens": 1}
+        if kind is ResponsesBody:
+            body = {name: turns, "max_output_tokens": 1}
+        answer = httpx.post(f"{server.url}/{path}", json=body, timeout=60)
+        assert answer.status_code == status, answer.text
+        assert status == 200 or f"{name}: this model reads text only" in answer.text
+
+
+def test_a_pdf_in_what_is_asked_last_is_refused():
+    first, *_ = chat_of(MessagesBody, {"messages": [of_user(PDF), ANSWER, NEXT]}).messages
+    assert "left out" in first.for_template()["content"]
+    with pytest.raises(BadRequest, match="text only"):
+        chat_of(MessagesBody, {"messages": [of_user(PDF)]})
 
 
 def test_a_tool_may_give_an_image():

@@ -114,7 +114,7 @@ CASES: dict[str, tuple[Any, type[Any], Callable[[Any], dict[str, Any]], set[str]
         ChatCompletionContentPartParam,
         ChatBody,
         lambda part: {"messages": [{"role": "user", "content": [part]}]},
-        {"image_url", "input_audio", "file"},
+        {"input_audio", "file"},
     ),
     "tools of chat": (
         ChatCompletionToolUnionParam,
@@ -138,7 +138,7 @@ CASES: dict[str, tuple[Any, type[Any], Callable[[Any], dict[str, Any]], set[str]
         BetaContentBlockParam,
         MessagesBody,
         in_turns("user"),
-        {"image", "document", "container_upload", "tool_use"},
+        {"document", "container_upload", "tool_use"},
     ),
     "blocks of an assistant": (
         BetaContentBlockParam,

@@ -20,7 +20,7 @@ OTHER = [7, 8, 9]
 
 def waiting(client: str, num_tokens: int = 1) -> Any:
     return SimpleNamespace(
-        request=SimpleNamespace(client=client), ids=[0] * num_tokens, num_prefilled=0
+        request=SimpleNamespace(client=client, images=None), ids=[0] * num_tokens, num_prefilled=0
     )
 
 
