@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 import time
 from array import array
@@ -57,6 +58,23 @@ def test_helpers_come_back_after_they_went_to_sleep():
             own.run(add_up.address, memory.buffer_info()[0])
             took_part = memory[THREADS] == 2
         assert took_part
+
+
+def test_a_helper_that_waits_offers_its_core(monkeypatch):
+    """On a busy machine it took a third of the time of a decode step from whoever had work."""
+    offered = threading.Event()
+    yield_ = ctypes.CFUNCTYPE(ctypes.c_int)(lambda: offered.set() or 0)
+    monkeypatch.setattr(team, "yield_address", lambda: ctypes.cast(yield_, ctypes.c_void_p).value)
+    own = team.Team(1)
+    assert offered.wait(30)
+    wait_until_asleep(own)  # it has the address of what goes away now
+
+
+def wait_until_asleep(own: team.Team) -> None:
+    deadline = time.monotonic() + 30
+    while own._memory[own._first + team.ASLEEP] == 0:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def test_callers_at_once_compute_as_if_alone():
