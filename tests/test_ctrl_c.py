@@ -88,9 +88,10 @@ def ctrl_c_after(seconds: float) -> Iterator[None]:
 
 
 @pytest.mark.sample(3)
-def test_at_any_moment_it_surfaces_and_the_next_tokens_are_right(moe, expected):
+@pytest.mark.parametrize("times", [4, pytest.param(10, marks=pytest.mark.slow)])
+def test_at_any_moment_it_surfaces_and_the_next_tokens_are_right(moe, expected, times):
     moments = random.Random(0)
-    for _ in range(10):
+    for _ in range(times):
         with pytest.raises(KeyboardInterrupt), ctrl_c_after(moments.uniform(0.01, 0.1)):
             moe.generate(**INPUTS, **FOR_LONG)
         assert tokens_of(moe) == expected

@@ -29,7 +29,7 @@ PROMPT = torch.tensor([[3, 17, 5, 9, 40, 2, 77, 31]])
 def greedy(model, **kwargs) -> torch.Tensor:
     mask = torch.ones_like(PROMPT)
     return model.generate(
-        input_ids=PROMPT, attention_mask=mask, max_new_tokens=24, do_sample=False, **kwargs
+        input_ids=PROMPT, attention_mask=mask, max_new_tokens=12, do_sample=False, **kwargs
     )
 
 

@@ -192,11 +192,12 @@ def interrupted_at(event: int, act: Callable[[], object]) -> int:
     return seen
 
 
-def test_an_interrupted_generation_never_harms_the_next(tiny_checkpoint, expected):
+@pytest.mark.parametrize("every", [401, pytest.param(101, marks=pytest.mark.slow)])
+def test_an_interrupted_generation_never_harms_the_next(tiny_checkpoint, expected, every):
     """Ctrl-C in a notebook may come anywhere: between two lines of ours, and again and again."""
     with MoE(tiny_checkpoint, host_memory="25%") as moe:
         num_lines = interrupted_at(-1, lambda: tokens_of(moe, max_new_tokens=2))
-        for event in range(5, num_lines, 101):
+        for event in range(5, num_lines, every):
             interrupted_at(event, lambda: tokens_of(moe, max_new_tokens=2))
             assert tokens_of(moe, max_new_tokens=3) == expected[:6], f"interrupted at line {event}"
         moe.check_invariants()

@@ -88,6 +88,7 @@ def opened(file: Path, **options: Any) -> MoE:
     return MoE(file, device="cpu", dtype="float32", host_memory="50%", **options)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("exact", [True, False])
 def test_prompts_and_decode_steps_have_the_logits_of_transformers(exact, folder, stock_logits):
     with torch.no_grad(), opened(folder / "f32.gguf", exact=exact) as moe:
@@ -112,8 +113,8 @@ def test_the_server_has_the_tokens_of_generate(name, tmp_path):
     with opened(folder / "f32.gguf", config_from=str(folder)) as moe:
         engine = make_engine(moe, max_batch=max_batch, prefill_chunk=32)
         for turn in range(2):
-            expected = [generated(moe, prompt, max_new_tokens=9) for prompt in prompts]
-            clients = [Client(engine, prompt, max_new_tokens=9) for prompt in prompts]
+            expected = [generated(moe, prompt, max_new_tokens=5) for prompt in prompts]
+            clients = [Client(engine, prompt, max_new_tokens=5) for prompt in prompts]
             run_all(engine, *clients)
             assert [client.token_ids for client in clients] == expected
             prompts = [

@@ -50,11 +50,11 @@ def expert_bytes(folder: Path) -> int:
 
 @torch.no_grad()
 def prefill_and_generate(model) -> tuple[torch.Tensor, ...]:
-    """Logits of every prompt token, 20 greedy tokens, and the logits each was chosen from."""
+    """Logits of every prompt token, 8 greedy tokens, and the logits each was chosen from."""
     inputs = {"input_ids": PROMPT, "attention_mask": torch.ones_like(PROMPT)}
     out = model.generate(
         **inputs,
-        max_new_tokens=20,
+        max_new_tokens=8,
         do_sample=False,
         output_logits=True,
         return_dict_in_generate=True,

@@ -125,7 +125,7 @@ def test_ctrl_c_while_a_step_is_handed_over_neither_loses_nor_repeats_it(moe):
 
     for num_lines in range(1, 1000):
         with moe.recording() as finish:
-            generate(moe, PROMPT, **GREEDY)
+            generate(moe, PROMPT, do_sample=False, max_new_tokens=2)
             others = replace(moe.engine.recorder.step, begins_B=np.ones(2, dtype=bool))
             left, before = num_lines, sys.gettrace()
             sys.settrace(trace)
@@ -135,7 +135,7 @@ def test_ctrl_c_while_a_step_is_handed_over_neither_loses_nor_repeats_it(moe):
                 pass
             finally:
                 sys.settrace(before)
-            assert [len(trace.token_ids_T) for trace in finish()] == [14, 14], num_lines
+            assert [len(trace.token_ids_T) for trace in finish()] == [4, 4], num_lines
         if left > 0:
             break
     assert 20 < num_lines < 999

@@ -67,11 +67,11 @@ def open_moe(folder: Path, **options: Any) -> MoE:
 
 @torch.no_grad()
 def prefill_and_generate(model: Any, input_ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Logits of every prompt token, 20 greedy tokens, and the logits each was chosen from."""
+    """Logits of every prompt token, 10 greedy tokens, and the logits each was chosen from."""
     inputs = {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids)}
     out = model.generate(
         **inputs,
-        max_new_tokens=20,
+        max_new_tokens=10,
         do_sample=False,
         output_logits=True,
         return_dict_in_generate=True,
@@ -128,7 +128,7 @@ def test_stock_depends_on_the_prompt_and_uses_many_experts(stock):
 @pytest.mark.parametrize("num_sequences", [1, 2])
 def test_prefill_and_greedy_tokens_are_bitwise_those_of_stock(checkpoint, stock, num_sequences):
     expected = prefill_and_generate(stock, PROMPT[:num_sequences])
-    assert expected[1].shape == (num_sequences, 13 + 20)
+    assert expected[1].shape == (num_sequences, 13 + 10)
     for budget in BUDGETS:
         with open_moe(checkpoint, host_memory=budget, exact=True) as moe:
             found = prefill_and_generate(moe.model, PROMPT[:num_sequences])

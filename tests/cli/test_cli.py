@@ -88,6 +88,7 @@ def test_run_json_reports_what_the_cache_did(command, tiny_checkpoint):
     assert report["stall_s"] > 0
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("policy", ["lru", "lfu"])
 @pytest.mark.parametrize("host_memory", ["5%", "25%", "100%"])
 def test_run_gives_the_same_tokens_for_every_budget_and_policy(

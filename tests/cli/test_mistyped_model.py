@@ -18,6 +18,7 @@ pytestmark = [pytest.mark.timeout(60)]
 # than a command.
 SCRIPT = """
 import json, os, sys
+import huggingface_hub.hf_api, pydantic.type_adapter
 from moe_infinity import __main__ as cli
 
 for line in sys.stdin:

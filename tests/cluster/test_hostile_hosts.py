@@ -232,6 +232,7 @@ def called(placement: ThreadHosts, *fields: dict[str, Any]) -> TroubledWire:
     return wire
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("share", [0, 2, -1, True, 1.0, "1", None, float("inf"), [1], 10**30])
 def test_a_share_that_there_is_not_is_refused(share, checkpoint, alone, placement, caplog):
     with ClusterMoE(checkpoint, device="cpu", expert_hosts=1) as moe, torch.no_grad():

@@ -102,10 +102,11 @@ def test_prefetch_through_both_tiers_changes_no_token(
             assert moe.report().prefetches.begun > 0
 
 
-def test_random_budgets_policies_and_speeds_change_no_token(tiny_checkpoint, expected):
+@pytest.mark.parametrize("num_models", [4, pytest.param(12, marks=pytest.mark.slow)])
+def test_random_budgets_policies_and_speeds_change_no_token(tiny_checkpoint, expected, num_models):
     """The seed is fixed: what it finds, it finds again."""
     chances = random.Random(0)
-    for _ in range(12):
+    for _ in range(num_models):
         options: dict[str, Any] = {
             "device_memory": f"{chances.randint(5, 100)}%",
             "host_memory": f"{chances.randint(6, 100)}%",

@@ -27,17 +27,18 @@ def expected(tiny_checkpoint):
         return greedy(moe), greedy(moe, LONG_PROMPT)
 
 
+@pytest.mark.parametrize("num_models", [1, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.grid
 @pytest.mark.parametrize("prefetch", [False, True])
 @pytest.mark.parametrize("budgets", [("30%", "100%"), ("100%", "100%"), ("30%", "60%")], ids=str)
 def test_what_is_being_preloaded_is_waited_for_and_read_once(
-    tiny_checkpoint, expected, disk, budgets, prefetch
+    tiny_checkpoint, expected, disk, budgets, prefetch, num_models
 ):
     chances = random.Random(0)
     disk.act = lambda read: time.sleep(chances.uniform(0, 0.02) if read.kind == "preload" else 0)
     options = dict(zip(("device_memory", "host_memory"), budgets, strict=True))
     options |= {"preload": "idle", "prefetch": prefetch, "exact": True}
-    for _ in range(3):
+    for _ in range(num_models):
         with fake_device(FakeCudaDevice()), MoE(tiny_checkpoint, options) as moe:
             for _ in range(2):
                 assert torch.equal(greedy(moe, LONG_PROMPT), expected[1])

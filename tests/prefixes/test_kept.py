@@ -51,6 +51,7 @@ def files_in(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", KINDS)
 def test_a_later_process_begins_behind_what_is_kept(name, tmp_path):
     folder = save_tiny(name, tmp_path / "model")

@@ -36,7 +36,7 @@ def save_tiny(name: str, folder: Path) -> Path:
 def answer(moe: MoE, ids: list[int], **arguments: Any) -> Any:
     """What generate() returns for a prompt, with logits."""
     tensor = torch.tensor([ids])
-    settings = {"max_new_tokens": 12, "do_sample": False, "output_logits": True} | arguments
+    settings = {"max_new_tokens": 6, "do_sample": False, "output_logits": True} | arguments
     return moe.generate(
         input_ids=tensor,
         attention_mask=torch.ones_like(tensor),

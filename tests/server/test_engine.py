@@ -120,8 +120,8 @@ def test_neither_budget_nor_policy_nor_prefetch_change_a_batch(
 
 def test_requests_join_and_leave_at_any_step_and_lengths(moe):
     rng = np.random.default_rng(0)
-    prompts = [rng.integers(3, 128, rng.integers(1, 30)).tolist() for _ in range(12)]
-    lengths = rng.integers(1, 25, len(prompts)).tolist()
+    prompts = [rng.integers(3, 128, rng.integers(1, 30)).tolist() for _ in range(8)]
+    lengths = rng.integers(1, 17, len(prompts)).tolist()
     alone = make_engine(moe, max_batch=1)
     expected = [Client(alone, p, max_new_tokens=n) for p, n in zip(prompts, lengths, strict=True)]
     run_all(alone, *expected)

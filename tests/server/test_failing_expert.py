@@ -53,7 +53,7 @@ STREAMED = (3, 4)
 
 
 def body(text: str, **fields: Any) -> dict[str, Any]:
-    return {"prompt": text, "max_tokens": 12, "temperature": 0, **fields}
+    return {"prompt": text, "max_tokens": 6, "temperature": 0, **fields}
 
 
 def test_only_requests_that_need_a_broken_expert_fail(monkeypatch):

@@ -39,6 +39,7 @@ def hybrid(request, tmp_path_factory) -> Iterator[MoE]:
         yield moe
 
 
+@pytest.mark.sample(3)
 def test_a_conversation_continues_where_the_last_answer_ended(hybrid):
     engine = make_engine(hybrid, max_batch=2, prefix_cache="64MiB")
     without = make_engine(hybrid, max_batch=2, prefix_cache="off")
@@ -56,6 +57,7 @@ def test_a_conversation_continues_where_the_last_answer_ended(hybrid):
     assert_same_answer(other, answered(without, [*TEXT[:40], *TEXT[5:30]]))
 
 
+@pytest.mark.sample(3)
 def test_sequences_that_decode_together_are_kept_apart(hybrid):
     engine = make_engine(hybrid, max_batch=3, prefix_cache="64MiB")
     without = make_engine(hybrid, max_batch=3, prefix_cache="off")
@@ -72,6 +74,7 @@ def test_sequences_that_decode_together_are_kept_apart(hybrid):
         assert_same_answer(found, answered(without, longer, max_new_tokens=5))
 
 
+@pytest.mark.sample(3)
 def test_owners_do_not_share(hybrid):
     engine = make_engine(hybrid, max_batch=2, prefix_cache="64MiB")
     longer = TEXT[:50]
@@ -80,6 +83,7 @@ def test_owners_do_not_share(hybrid):
     assert shares == [0, 0, 40]
 
 
+@pytest.mark.sample(3)
 def test_the_least_recently_used_goes_first_and_bytes_are_bounded(hybrid):
     engine = make_engine(hybrid, max_batch=1, prefix_cache="64MiB")
     first, second = TEXT[:40], TEXT[60:100]
@@ -98,6 +102,7 @@ def test_the_least_recently_used_goes_first_and_bytes_are_bounded(hybrid):
     assert small.state()["prefix_bytes"] <= size // 2
 
 
+@pytest.mark.sample(3)
 def test_the_eam_of_a_request_is_that_of_all_its_tokens(hybrid):
     eams = []
     for size in ("off", "64MiB"):
@@ -111,6 +116,7 @@ def test_the_eam_of_a_request_is_that_of_all_its_tokens(hybrid):
         np.testing.assert_array_equal(without, with_snapshot)
 
 
+@pytest.mark.sample(3)
 def test_a_wrong_state_changes_the_answer(hybrid):
     """The comparisons above can fail."""
     engine = make_engine(hybrid, max_batch=1, prefix_cache="64MiB")
@@ -125,6 +131,7 @@ def test_a_wrong_state_changes_the_answer(hybrid):
         assert_same_answer(found, expected)
 
 
+@pytest.mark.sample(3)
 def test_through_the_server_usage_and_metrics_count_it(hybrid):
     """Conversations at the same time; those of the other server keep nothing."""
 

@@ -123,6 +123,7 @@ EXPECTED = {
 }
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("is_older", [False, True])
 @pytest.mark.parametrize("kind", STRUCTURES)
 def test_vllms_fields_are_kept_by_both_routes(client, kind, is_older):

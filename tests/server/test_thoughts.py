@@ -223,6 +223,9 @@ def test_the_answer_goes_on_behind_a_thought(server, tokenizer, fields):
         assert choice["message"]["content"].strip()
     details = answer["usage"]["completion_tokens_details"]
     assert 24 <= details["reasoning_tokens"] <= 28  # with the newline that the end begins with
+
+
+def test_without_a_budget_the_thought_takes_all_tokens(server):
     free = ask(server)
     assert not free["choices"][0]["message"]["content"]
     counts = free["usage"]

@@ -63,7 +63,12 @@ def test_helpers_come_back_after_they_went_to_sleep():
 def test_a_helper_that_waits_offers_its_core(monkeypatch):
     """On a busy machine it took a third of the time of a decode step from whoever had work."""
     offered = threading.Event()
-    yield_ = ctypes.CFUNCTYPE(ctypes.c_int)(lambda: offered.set() or 0)
+
+    @ctypes.CFUNCTYPE(ctypes.c_int)
+    def yield_() -> int:
+        offered.set()
+        return 0
+
     monkeypatch.setattr(team, "yield_address", lambda: ctypes.cast(yield_, ctypes.c_void_p).value)
     own = team.Team(1)
     assert offered.wait(30)
