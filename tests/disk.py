@@ -11,7 +11,9 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from moe_infinity.checkpoint import shared_reads
 from moe_infinity.system import linux
+from tests import plain_chunk_reads
 
 KINDS = ("demand", "prefetch", "preload")
 
@@ -33,6 +35,7 @@ class Disk:
         self._count_anew()
         monkeypatch.setattr(os, "preadv", self._read)
         monkeypatch.setattr(linux, "is_cached", lambda *where: False)  # all reads are the disk's
+        monkeypatch.setattr(shared_reads, "read_group", plain_chunk_reads.read_group)
 
     def fail(self, which: Callable[[Read], bool]) -> None:
         """These reads end in an error of the disk."""

@@ -75,13 +75,21 @@ def byte_named_in(error: CheckpointError, file: Path, reason: str) -> int:
 
 @pytest.mark.parametrize("number", [0, 7, 30])
 def test_an_error_of_the_disk_in_a_demand_load_names_file_and_byte(moe, disk, expected, number):
-    disk.fail(lambda read: read.kind == "demand" and read.number == number)
+    num_tries = 1 + (files.SMALL_FILE_BYTES == 0)  # together, and then alone
+
+    def is_bad(read: Read) -> bool:
+        if disk.failed:
+            is_again = read.offset == disk.failed[0].offset
+            return is_again and len(disk.failed) < num_tries
+        return read.kind == "demand" and read.number >= number
+
+    disk.fail(is_bad)
     with pytest.raises(CheckpointError) as raised:
         tokens_of(moe)
-    (failed,) = disk.failed
     byte = byte_named_in(raised.value, weights(moe), "Input/output error")
-    assert failed.offset <= byte < failed.offset + BLOCK_BYTES
-    assert tokens_of(moe) == expected  # only that one read failed
+    assert disk.failed[0].offset <= byte < disk.failed[0].offset + BLOCK_BYTES
+    disk.mend()
+    assert tokens_of(moe) == expected
 
 
 @pytest.mark.parametrize("is_bad", [lambda number: True, lambda number: number % 7 == 3])
@@ -132,6 +140,8 @@ def test_bytes_that_were_read_while_the_file_was_written_are_not_accepted(moe, d
         if late:
             assert truncated.wait(20)
             return
+        if moe.engine.tiers[0].table.num_loading < 2:  # nobody else would notice
+            return
         late.append(read)
         os.truncate(file, 20_000)
         truncated.set()
@@ -175,9 +185,10 @@ def test_a_file_that_vanished_is_named_and_works_again_once_it_is_back(moe, disk
     """After an error the file is opened anew: it may have been replaced."""
     file = weights(moe)
     away = file.rename(file.with_suffix(".away"))
-    disk.fail(lambda read: read.kind == "demand" and read.number == 12)
+    disk.fail(lambda read: read.kind == "demand" and read.number >= 12)
     with pytest.raises(CheckpointError, match="cannot be read at byte"):
         tokens_of(moe)
+    disk.mend()
     for _ in range(2):
         with pytest.raises(CheckpointError) as raised:
             tokens_of(moe)

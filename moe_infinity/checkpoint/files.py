@@ -48,6 +48,15 @@ class OpenFile:
         if self._direct is not None:
             opened.callback(self._direct.close)
 
+    @property
+    def descriptors(self) -> tuple[int, int] | None:
+        """The descriptors that read through the page cache and past it; None if all reads of the
+        file go through it.
+        """
+        if self._direct is None or self._is_refused:
+            return None
+        return self._cached.descriptor, self._direct.descriptor
+
     def is_unchanged(self) -> bool:
         """Return True if nobody has written to the file since it was opened."""
         return state_of(self._cached.descriptor) == self.state
@@ -148,11 +157,14 @@ class MappedFile:
 
 
 BLOCK_BYTES = 4096  # file systems ask O_DIRECT reads for multiples of 512, a few for 4096
+# Beside a chunk: its first and last block, and one for kernels/cpu/chunk_reads.py.
+SCRATCH_BLOCKS = 3
 # How long a demand load may wait for a prefetch: 1 ms. 512 KiB cost a third more CPU time, of
 # 2 MiB no gain was seen (9.4 MB experts, 1-8 threads).
 CHUNK_BYTES = 1 << 20
 
 Piece = tuple[Extent, memoryview]  # what to read, and where to
+Copy = tuple[Extent, int]  # the same, in bytes from the start of a slot
 
 
 @dataclass(slots=True)
@@ -204,11 +216,40 @@ def chunks_of(pieces: Sequence[Piece]) -> list[Chunk]:
     return chunks
 
 
+def cut(copies: Sequence[Copy]) -> list[Copy]:
+    """Join copies that are neighbours in file and slot, and cut them into chunks of about one size.
+    All but the first chunk of a copy begin at a block of the file.
+    """
+    joined: list[Copy] = []
+    for extent, at in copies:
+        if joined:
+            last, last_at = joined[-1]
+            end = last.file, last.offset + last.num_bytes, last_at + last.num_bytes
+            if end == (extent.file, extent.offset, at):
+                num_bytes = last.num_bytes + extent.num_bytes
+                joined[-1] = Extent(last.file, last.offset, num_bytes), last_at
+                continue
+        joined.append((extent, at))
+    return [chunk for copy in joined for chunk in _chunks_of(*copy)]
+
+
+def _chunks_of(extent: Extent, at: int) -> Iterator[Copy]:
+    count = -(-extent.num_bytes // CHUNK_BYTES)
+    first = extent.offset
+    for k in range(1, count + 1):
+        end = extent.offset + extent.num_bytes * k // count
+        end -= end % BLOCK_BYTES if k < count else 0
+        yield Extent(extent.file, first, end - first), at + first - extent.offset
+        first = end
+
+
 class BounceBuffer:
-    """Aligned memory for one chunk whose destination is not aligned."""
+    """Aligned memory of one thread, for a chunk whose destination is not aligned."""
 
     def __init__(self) -> None:
-        self._bytes = np.frombuffer(huge_pages(CHUNK_BYTES), np.uint8)
+        memory = huge_pages(CHUNK_BYTES + SCRATCH_BLOCKS * BLOCK_BYTES)
+        self.address = address_of(memory)
+        self._bytes = np.frombuffer(memory, np.uint8)
 
     def first(self, num_bytes: int) -> memoryview:
         return self._bytes[:num_bytes].data

@@ -8,17 +8,20 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from moe_infinity.checkpoint.files import Piece
+from moe_infinity.checkpoint.files import Copy, Piece, cut
 from moe_infinity.checkpoint.headers import Extent
 from moe_infinity.checkpoint.reader import Reader
 from moe_infinity.checkpoint.recipe import Recipe, Shapes
 from moe_infinity.errors import CheckpointError
 from moe_infinity.experts import ExpertKey, ExpertLayout, MappedExpert
 from moe_infinity.system.memory import address_of
+
+if TYPE_CHECKING:
+    from moe_infinity.checkpoint.shared_reads import SharedRead
 
 MIN_MAPPED_BYTES = 1 << 30  # fewer are copied in less than a second
 MIN_MAPPED_SHARE = 0.9  # of the experts of a layer; others begin in one file and end in the next
@@ -50,7 +53,7 @@ class LayerRecipes:
         for recipe in self.recipes:
             shapes |= recipe.slot_shapes()
         layout = self._laid_out(shapes)
-        if (copies := self._copies(0)) is None:
+        if (copies := self.copies(0)) is None:
             return layout
         begins = {at: (str(extent.file), extent.offset) for extent, at in copies}
         specs = sorted(layout.params, key=lambda spec: begins[spec.offset])
@@ -66,7 +69,7 @@ class LayerRecipes:
             recipe.lay_out(specs, is_transposed=self._is_transposed)
         return layout
 
-    def _copies(self, expert_idx: int) -> list[tuple[Extent, int]] | None:
+    def copies(self, expert_idx: int) -> list[tuple[Extent, int]] | None:
         """Bytes of files, and where in a slot they go; None if some are converted on the way."""
         by_recipe = [recipe.copies(expert_idx) for recipe in self.recipes]
         if None in by_recipe:
@@ -119,7 +122,7 @@ class LayerRecipes:
         """The distance of each part from the first one of its product in the file, by its name.
         None if experts differ in it.
         """
-        if self._copies(0) is None:
+        if self.copies(0) is None:
             return None
         offsets: dict[str, int] = {}
         for is_of_down in (False, True):
@@ -225,6 +228,7 @@ class ExpertLoader:
         self._num_experts = num_experts  # of the first
         self._reader = reader
         self._positions: dict[ExpertKey, tuple[int, str, int]] = {}  # of those asked for so far
+        self._chunks: dict[ExpertKey, Sequence[Copy] | None] = {}  # of those shared so far
 
     def read(self, key: ExpertKey, slot: memoryview | MappedExpert) -> None:
         """Read an expert that a layer waits for. Raises CheckpointError."""
@@ -242,6 +246,26 @@ class ExpertLoader:
         """
         with self._reader.giving_way(until=is_wanted):
             self.read(key, slot)
+
+    def shared(
+        self, loads: Sequence[tuple[ExpertKey, Callable[[], memoryview]]]
+    ) -> SharedRead | None:
+        """Reads of several experts that threads do together; None if each has to be read by `read`,
+        as those have that are converted.
+        """
+        experts = []
+        for key, slot in loads:
+            if (chunks := self._chunks_of(key)) is None:
+                return None
+            experts.append((chunks, slot))
+        return self._reader.shared(experts)
+
+    def _chunks_of(self, key: ExpertKey) -> Sequence[Copy] | None:
+        """The chunks to read of an expert; None if it is converted on the way."""
+        if key not in self._chunks:
+            copies = self.recipes[key.moe_layer_idx].copies(key.expert_idx)
+            self._chunks[key] = None if copies is None else cut(copies)
+        return self._chunks[key]
 
     def in_file_order(self, keys: Iterable[ExpertKey]) -> list[ExpertKey]:
         """The keys layer by layer, in the order of their files: names are stored "1", "10", "2"."""

@@ -20,11 +20,13 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from moe_infinity.checkpoint.file_state import Fingerprint, fingerprint_of
 from moe_infinity.checkpoint.files import (
     BounceBuffer,
     Chunk,
+    Copy,
     MappedFile,
     OpenFile,
     Piece,
@@ -34,6 +36,10 @@ from moe_infinity.checkpoint.headers import Extent
 from moe_infinity.errors import CheckpointError
 from moe_infinity.memory import threads
 from moe_infinity.memory.threads import ReadThreads
+from moe_infinity.system import linux
+
+if TYPE_CHECKING:
+    from moe_infinity.checkpoint.shared_reads import SharedFile, SharedRead
 
 # In random reads of 9.4 MB experts through bounce buffers, 1, 2, 4 and 8 threads reached 0.5, 0.8,
 # 0.9 and 1.0 GB/s, of 2.5 MB ones 0.7, 0.8, 0.9 and 0.9 (2 cores, a virtual disk of 1.0-1.7 GB/s).
@@ -80,6 +86,36 @@ class Reader:
         with self._lock:
             self.bytes_read += sum(chunk.num_bytes for chunk in chunks)
 
+    def shared(
+        self, experts: Sequence[tuple[Sequence[Copy], Callable[[], memoryview]]]
+    ) -> SharedRead | None:
+        """A read of the chunks of several experts, which threads do together. The slot of each is
+        asked for when it is about to be filled. None for files that have to be read by `read`: on
+        other systems than Linux, small ones, those of some file systems.
+        """
+        if not linux.is_linux():
+            return None
+        paths = {extent.file for chunks, _ in experts for extent, _ in chunks}
+        files: dict[Path, SharedFile] = {}
+        for path in paths:
+            try:
+                with self._lock:
+                    file = self._opened(path)
+            except OSError:  # `read` says what is wrong
+                return None
+            if (descriptors := file.descriptors) is None:
+                return None
+            files[path] = file, descriptors
+        from moe_infinity.checkpoint.shared_reads import SharedRead
+
+        return SharedRead(
+            experts,
+            files,
+            read=self.read,
+            urgently=self._urgently,
+            bounce_buffer=self._bounce_buffer,
+        )
+
     def mapped(self, extent: Extent) -> memoryview:
         """An extent where the page cache has it. It is present once it was read into these bytes.
         Raises OSError where files cannot be mapped, CheckpointError for a file that was changed.
@@ -124,6 +160,7 @@ class Reader:
 
     @contextmanager
     def _urgently(self) -> Iterator[None]:
+        """Inside, reads of other threads that give way wait."""
         with self._lock:
             self._num_urgent += 1
         try:

@@ -124,6 +124,7 @@ def _bookkeeping(
             chances=predictor,
         ),
         fills=(loader.read, loader.read_ahead),
+        shared=loader.shared,
         in_file_order=loader.in_file_order,
         mapped=loader.mapped,
         can_map=loader.can_map,

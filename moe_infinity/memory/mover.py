@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from functools import partial
+from typing import Protocol
 
 from moe_infinity.cache.counters import PhaseCounters
 from moe_infinity.cache.residency import ResidencyTable
@@ -37,9 +38,29 @@ ReadGivingWay = Callable[[ExpertKey, int, Callable[[], bool]], None]
 logger = logging.getLogger(__name__)
 
 
+class SharedLoads(Protocol):
+    """Several reads that threads do together."""
+
+    futures: list[Future[None]]  # one for each read
+
+    @property
+    def num_chunks(self) -> int:
+        """The pieces of work that threads may take."""
+
+    def work(self) -> None:
+        """Take part, in a read thread, until nothing is left to take."""
+
+    def stop(self) -> None:
+        """Let threads take nothing more; futures of what is not read by then are cancelled."""
+
+
+Share = Callable[[Sequence[tuple[ExpertKey, int]]], SharedLoads | None]  # experts and slots
+
+
 class Mover:
     """DISK -> HOST for one residency table. `read` and `read_ahead` run in read threads;
-    `read_ahead` gives way to `read`. Demand loads begin `in_file_order`.
+    `read_ahead` gives way to `read`. `shared` makes one read of several, None where that cannot be.
+    Demand loads begin `in_file_order`.
     """
 
     def __init__(
@@ -49,16 +70,20 @@ class Mover:
         *,
         num_threads: int,
         read_ahead: ReadGivingWay | None = None,  # None: the same as `read`
+        shared: Share | None = None,
         in_file_order: Callable[[Iterable[ExpertKey]], Iterable[ExpertKey]] = list,
     ) -> None:
         self._table = table
         self._read = read
         self._read_ahead = read_ahead or (lambda key, slot_id, is_wanted: read(key, slot_id))
+        self._shared = shared or (lambda loads: None)
         self._in_file_order = in_file_order
+        self._num_threads = num_threads
         self._threads = ReadThreads(num_threads, "moe-infinity-read")
         self._ahead_threads = ReadThreads(1, "moe-infinity-prefetch")
         self._preload_threads = ReadThreads(num_threads, "moe-infinity-preload")
         self._loading: dict[ExpertKey, Future[None]] = {}
+        self._begun: list[SharedLoads] = []  # those that may not be over
         # Loads that no layer has asked for yet, and the threads they were given to.
         self._ahead: dict[ExpertKey, ReadThreads] = {}
         self.failed: set[ExpertKey] = set()  # loads ahead that failed
@@ -66,8 +91,7 @@ class Mover:
 
     def load_now(self, keys: Iterable[ExpertKey], slot_ids: dict[ExpertKey, int]) -> None:
         """Start loads that the current layer waits for. Their slots are already reserved."""
-        for key in self._in_file_order(keys):
-            self._submit(self._threads, self._read, key, slot_ids[key])
+        self._begin({key: slot_ids[key] for key in self._in_file_order(keys)})
 
     def stream(self, keys: Sequence[ExpertKey]) -> Sequence[ExpertKey]:
         """Begin to read experts that a long prompt will need next, behind the demand loads that
@@ -82,9 +106,22 @@ class Mover:
         room = min(table.room(Phase.PREFILL, present), table.num_slots - table.num_loading - 1)
         coming = absent[: max(room, 0)]
         with table.holding([*present, *coming], Phase.PREFILL) as held:
-            for key in coming:
-                self._submit_ahead(self._threads, self._read, key, held.slot_ids[key])
+            self._ahead.update(dict.fromkeys(coming, self._threads))
+            self._begin({key: held.slot_ids[key] for key in coming})
         return coming
+
+    def _begin(self, slot_ids: Mapping[ExpertKey, int]) -> None:
+        """Begin reads in demand threads, together if possible."""
+        shared = self._shared(list(slot_ids.items()))
+        if shared is None:
+            for key, slot_id in slot_ids.items():
+                self._submit(self._threads, self._read, key, slot_id)
+            return
+        self._begun = [one for one in self._begun if not all(f.done() for f in one.futures)]
+        self._begun.append(shared)
+        self._loading.update(zip(slot_ids, shared.futures, strict=True))
+        for _ in range(min(self._num_threads, shared.num_chunks)):
+            self._threads.submit(shared.work, Future())
 
     def load_ahead(self, slot_ids: Mapping[ExpertKey, int]) -> None:
         """Queue loads that no layer waits for yet; they run one at a time. Their slots are already
@@ -225,6 +262,7 @@ class Mover:
 
     def _end_loads(self) -> None:
         """Cancel reads that have not begun and wait for the others. Raises LoadTimeout."""
+        self._stop_shared()
         begun = [future for future in self._loading.values() if not future.cancel()]
         _, late = wait(begun, timeout=LOAD_TIMEOUT_S)
         if late:
@@ -232,6 +270,11 @@ class Mover:
                 f"{len(late)} experts of an earlier step did not arrive "
                 f"within {LOAD_TIMEOUT_S:.0f} s"
             )
+
+    def _stop_shared(self) -> None:
+        for shared in self._begun:
+            shared.stop()
+        self._begun = []
 
     def _end_load(self, key: ExpertKey) -> BaseException | None:
         """Enter in the table that the read of `key` ended; return its error if it failed."""
@@ -245,6 +288,7 @@ class Mover:
 
     def close(self) -> None:
         """Cancel reads that have not begun and wait a limited time for the others."""
+        self._stop_shared()
         for future in self._loading.values():
             future.cancel()
         threads.close(self._threads, self._ahead_threads, self._preload_threads)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from moe_infinity.cache.policies import EvictionPolicy
 from moe_infinity.cache.residency import ResidencyTable
@@ -18,7 +19,7 @@ from moe_infinity.config import OffloadConfig
 from moe_infinity.experts import ExpertKey, Tier
 from moe_infinity.memory.device import PAGE_BYTES, DeviceSlots, SourceSlots, round_up
 from moe_infinity.memory.device_mover import DeviceMover
-from moe_infinity.memory.mover import Mover
+from moe_infinity.memory.mover import Mover, Share, SharedLoads
 from moe_infinity.memory.slots import HostSlots, Mapped, MappedSlots, num_host_slots
 from moe_infinity.report import TierOccupancy
 
@@ -61,6 +62,7 @@ def make_tiers(
     bytes_in_place: Callable[[], int],  # of all experts, where those that can be are mapped
     make_policy: Callable[..., EvictionPolicy],
     fills: tuple[Fill, Fill],  # for demand loads, for those that give way
+    shared: Callable[..., SharedLoads | None],  # reads several experts at once, into slots
     in_file_order: InOrder,
     mapped: Mapped,  # an expert where its files have it as a slot would
     can_map: Callable[[], bool],  # True to use them there
@@ -95,6 +97,7 @@ def make_tiers(
         read,
         num_threads=config.num_read_threads,
         read_ahead=read_ahead,
+        shared=_shared_into(shared, slots) if isinstance(slots, HostSlots) else None,
         in_file_order=in_file_order,
     )
     tiers = [SlotTier(Tier.HOST, slots, policy, table, mover)]
@@ -111,3 +114,9 @@ def make_tiers(
 
 def _into_slots(fill: Fill, slots: HostSlots | MappedSlots) -> Callable[..., None]:
     return lambda key, slot_id, *more: fill(key, slots.bytes_for(slot_id, key), *more)
+
+
+def _shared_into(shared: Callable[..., SharedLoads | None], slots: HostSlots) -> Share:
+    return lambda loads: shared(
+        [(key, partial(slots.bytes_for, slot_id, key)) for key, slot_id in loads]
+    )

@@ -16,11 +16,10 @@ from collections.abc import Callable
 from threading import Lock
 from typing import Any
 
-from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic
 
 from moe_infinity.kernels.cpu.compiler import c_function
+from moe_infinity.kernels.cpu.vectors import words_at
 from moe_infinity.system import linux
 
 MOST_RANGES = 1024
@@ -33,16 +32,6 @@ map_memory = types.ExternalFunction(
     types.intp(types.intp, types.intp, types.int32, types.int32, types.int32, types.intp),
 )
 set_action = types.ExternalFunction("sigaction", types.int32(types.int32, types.intp, types.intp))
-
-
-@intrinsic  # type: ignore[untyped-decorator]
-def words_at(_: Any, address: Any) -> Any:
-    """For numba: the 64-bit words from an address on."""
-
-    def emit(_: Any, b: Any, __: Any, args: Any) -> Any:
-        return b.inttoptr(args[0], ir.IntType(64).as_pointer())
-
-    return types.CPointer(types.int64)(types.int64), emit
 
 
 class BusErrors:

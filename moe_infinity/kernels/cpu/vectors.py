@@ -283,6 +283,16 @@ def int_at(_: Any, address: Any, index: Any) -> Any:
 
 
 @intrinsic  # type: ignore[untyped-decorator]
+def words_at(_: Any, address: Any) -> Any:
+    """For numba: the 64-bit words from an address on."""
+
+    def emit(_: Any, b: Any, __: Any, args: Any) -> Any:
+        return b.inttoptr(args[0], I64.as_pointer())
+
+    return types.CPointer(types.int64)(types.int64), emit
+
+
+@intrinsic  # type: ignore[untyped-decorator]
 def float_at(_: Any, address: Any, index: Any) -> Any:
     def emit(context: Any, b: Any, _: Any, args: Any) -> Any:
         return b.load(_element(b, args, F32))
