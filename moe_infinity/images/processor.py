@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import inspect
+from functools import wraps
 from typing import Any
 
 import transformers
+from transformers import ProcessorMixin
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 from transformers.utils import is_torchvision_available
 
@@ -40,16 +42,36 @@ def load_processor(
         return kind.from_pretrained(folder)
     except Exception as error:  # of any kind: values of its files go wherever they are used
         message = printable(f"{type(error).__name__}: {error}", 2000)
-        if "torchvision" in message:
+        if "torchvision" in message or isinstance(error, ImportError):
             hint = "\nhint: pip install torchvision, of the version that fits your torch"
             raise ConfigError(f"the processor of {checkpoint} needs torchvision{hint}") from error
         raise CheckpointError(f"{checkpoint}: no usable processor: {message}") from error
 
 
+class NoVideos(ProcessorMixin):  # type: ignore[misc]
+    """Stands between a processor class and its base, so that it has no part for videos: that part
+    wants torchvision, whatever a prompt has.
+    """
+
+    def __init__(self, *args: Any, video_processor: None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+
+    @classmethod
+    def get_attributes(cls) -> list[str]:
+        """Names of its parts."""
+        return [name for name in super().get_attributes() if "video" not in name]
+
+
 def without_videos(kind: Any) -> Any:
-    """Return a processor class without its part for videos, which wants torchvision."""
-    names = [name for name in kind.get_attributes() if "video" not in name]
-    return type(kind.__name__, (kind,), {"get_attributes": classmethod(lambda cls: list(names))})
+    """Return a processor class without its part for videos; the same class if it has none."""
+    if "video_processor" not in kind.get_attributes():
+        return kind
+
+    @wraps(kind.__init__)
+    def begin(self: Any, *args: Any, **kwargs: Any) -> None:
+        kind.__init__(self, *args, video_processor=None, **kwargs)
+
+    return type(kind.__name__, (kind, NoVideos), {"__init__": begin})
 
 
 def _require_pillow() -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 from PIL import Image
 
 from tests.images.files import encoded, picture
-from tests.images.tiny_eyes import data_url
+from tests.images.tiny_eyes import TIE, StockAnswer, data_url
 from tests.server.serving import Serving
 
 Part = str | Image.Image
@@ -54,7 +55,13 @@ class Answered:
         listed = [choice.logprobs and choice.logprobs.content for choice in made.choices]
         self.choices = [[ids_of(token.token.strip()) for token in each or ()] for each in listed]
         self.ids = self.choices[0]
+        self.logprobs = [token.logprob for token in listed[0] or ()]
         assert made.usage is not None
         details = made.usage.prompt_tokens_details
         self.num_prompt = made.usage.prompt_tokens
         self.num_cached = details.cached_tokens if details is not None else 0
+
+    def assert_is(self, stock: StockAnswer) -> None:
+        """Assert that these are the tokens of stock transformers, and their log-probabilities."""
+        assert self.ids == stock.ids
+        np.testing.assert_allclose(self.logprobs, stock.logprobs, atol=TIE)

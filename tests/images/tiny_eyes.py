@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformers
@@ -36,7 +36,8 @@ CHATML = (
 @dataclass(frozen=True)
 class Eyes:
     """One architecture: its folder in transformers, its special tokens, how a template shows an
-    image, changes of the tiny config, and the files of its processor."""
+    image, changes of the tiny config, preprocessor_config.json, names of special tokens, and
+    processor_config.json."""
 
     folder: str
     tokens: tuple[str, ...]
@@ -44,6 +45,7 @@ class Eyes:
     config: Callable[[dict[str, int]], dict[str, Any]]
     processor: dict[str, Any]
     tokenizer: dict[str, str] = field(default_factory=dict)
+    more: dict[str, Any] = field(default_factory=dict)
 
     @property
     def architecture(self) -> Architecture:
@@ -74,7 +76,6 @@ def qwen_config(ids: dict[str, int]) -> dict[str, Any]:
         "text_config": {
             "rope_parameters": rope,
             "sliding_window": None,  # its attention ignores one, and no real model has one
-            "max_position_embeddings": 1024,
         },
         "vision_config": {
             "deepstack_visual_indexes": [0, 1],
@@ -84,8 +85,133 @@ def qwen_config(ids: dict[str, int]) -> dict[str, Any]:
     }
 
 
+def qwen3_5_config(ids: dict[str, int]) -> dict[str, Any]:
+    changes = qwen_config(ids)
+    changes["text_config"]["rope_parameters"] |= {"partial_rotary_factor": 0.5}
+    changes["text_config"]["rope_parameters"]["mrope_section"] = [2, 1, 1]
+    del changes["vision_config"]["deepstack_visual_indexes"]
+    return changes
+
+
+GLM_TOKENS = ("<|begin_of_image|>", "<|end_of_image|>", "<|image|>", "<|video|>")
+GLM_PLACE = "<|begin_of_image|><|image|><|end_of_image|>"
+
+
+def glm_config(ids: dict[str, int]) -> dict[str, Any]:
+    return {
+        "image_token_id": ids["<|image|>"],
+        "video_token_id": ids["<|video|>"],
+        "image_start_token_id": ids["<|begin_of_image|>"],
+        "image_end_token_id": ids["<|end_of_image|>"],
+        "vision_config": {"patch_size": 16, "image_size": 64},
+    }
+
+
+ERNIE_TOKENS = (
+    "<|IMAGE_START|>", "<|IMAGE_END|>", "<|image|>",
+    "<|VIDEO_START|>", "<|VIDEO_END|>", "<|video|>",
+)  # fmt: skip
+
+
+def ernie_config(ids: dict[str, int]) -> dict[str, Any]:
+    return {
+        "image_token_id": ids["<|image|>"],
+        "image_start_token_id": ids["<|IMAGE_START|>"],
+        "image_end_token_id": ids["<|IMAGE_END|>"],
+        "video_token_id": ids["<|video|>"],
+        "video_start_token_id": ids["<|VIDEO_START|>"],
+        "video_end_token_id": ids["<|VIDEO_END|>"],
+        "vision_config": {"patch_size": 16},
+    }
+
+
+def aria_config(ids: dict[str, int]) -> dict[str, Any]:
+    return {
+        "image_token_index": ids["<|img|>"],
+        "projector_patch_to_query_dict": {49: 8},
+        "vision_config": {"image_size": 980, "patch_size": 140},
+    }
+
+
+GEMMA_TOKENS = ("<boi>", "<eoi>", "<image>", "<boa>", "<eoa>", "<audio>", "<|video|>")
+
+
+def gemma_config(ids: dict[str, int]) -> dict[str, Any]:
+    return {
+        "image_token_id": ids["<image>"],
+        "boi_token_id": ids["<boi>"],
+        "eoi_token_id": ids["<eoi>"],
+        "audio_token_id": ids["<audio>"],
+        "boa_token_id": ids["<boa>"],
+        "eoa_token_id": ids["<eoa>"],
+        "video_token_id": ids["<|video|>"],
+        "audio_config": None,
+        "text_config": {"sliding_window": 96},  # of which an image has 70
+        "vision_config": {
+            "model_type": "gemma4_vision",
+            "hidden_size": 64,
+            "intermediate_size": 96,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 4,
+            "head_dim": 16,
+            "position_embedding_size": 1024,
+        },
+    }
+
+
 EYES = {
     "qwen3_vl_moe": Eyes("qwen3_vl_moe", QWEN_TOKENS, QWEN_PLACE, qwen_config, QWEN_PIXELS),
+    "qwen3_5_moe": Eyes("qwen3_5_moe", QWEN_TOKENS, QWEN_PLACE, qwen3_5_config, QWEN_PIXELS),
+    "glm4v_moe": Eyes(
+        "glm4v_moe",
+        GLM_TOKENS,
+        GLM_PLACE,
+        glm_config,
+        QWEN_PIXELS | {"image_processor_type": "Glm4vImageProcessor"},
+    ),
+    "ernie4_5_vl_moe": Eyes(
+        "ernie4_5_vl_moe",
+        ERNIE_TOKENS,
+        "<|IMAGE_START|><|image|><|IMAGE_END|>",
+        ernie_config,
+        QWEN_PIXELS
+        | {"image_processor_type": "Ernie4_5_VLMoeImageProcessor", "temporal_patch_size": 1},
+        {
+            "image_token": "<|image|>",
+            "image_start_token": "<|IMAGE_START|>",
+            "image_end_token": "<|IMAGE_END|>",
+            "video_token": "<|video|>",
+            "video_start_token": "<|VIDEO_START|>",
+            "video_end_token": "<|VIDEO_END|>",
+        },
+    ),
+    "aria": Eyes(
+        "aria",
+        ("<fim_prefix>", "<fim_suffix>", "<|img|>"),
+        "<fim_prefix><|img|><fim_suffix>",
+        aria_config,
+        {
+            "image_processor_type": "AriaImageProcessor",
+        },
+        {"image_token": "<|img|>"},
+        {"processor_class": "AriaProcessor", "size_conversion": {"490": 8, "980": 8}},
+    ),
+    "gemma4": Eyes(
+        "gemma4",
+        GEMMA_TOKENS,
+        "<image>",
+        gemma_config,
+        {"image_processor_type": "Gemma4ImageProcessor", "max_soft_tokens": 70},
+        {
+            "image_token": "<image>",
+            "boi_token": "<boi>",
+            "eoi_token": "<eoi>",
+            "audio_token": "<audio>",
+            "boa_token": "<boa>",
+            "eoa_token": "<eoa>",
+        },
+    ),
 }
 
 
@@ -96,10 +222,13 @@ def save_checkpoint(eyes: Eyes, folder: Path) -> Path:
     arguments = tiny.shrink(architecture.config_class())
     changes = tiny.merge(OVERRIDES.get(architecture.name, {}), eyes.config(ids))
     config = architecture.config_class(**tiny.merge(arguments, changes))
+    config.get_text_config().max_position_embeddings = 1024
     model = tiny.random_model(architecture, config).to(torch.float32)
     model.generation_config.eos_token_id = None
     model.save_pretrained(folder)
     (folder / "preprocessor_config.json").write_text(json.dumps(eyes.processor))
+    if eyes.more:
+        (folder / "processor_config.json").write_text(json.dumps(eyes.more))
     return folder
 
 
@@ -111,13 +240,15 @@ def save_tokenizer(eyes: Eyes, folder: Path) -> dict[str, int]:
     ids = {word: at for at, word in enumerate(words)}
     tokenizer = Tokenizer(models.WordLevel(ids, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    # transformers may take the vocabulary into a tokenizer of the model's own kind.
+    tokenizer.add_tokens([AddedToken(each, normalized=False) for each in words[2:]])
     tokenizer.add_special_tokens([AddedToken(each, special=True) for each in eyes.tokens])
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         unk_token="<unk>",
         pad_token="<pad>",
         chat_template=CHATML.replace("PLACE", eyes.place),
-        **eyes.tokenizer,
+        extra_special_tokens=eyes.tokenizer,
     ).save_pretrained(folder)
     return ids
 
@@ -126,15 +257,19 @@ def data_url(data: bytes, kind: str = "png") -> str:
     return f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
 
 
+def processor_of(folder: Path) -> Any:
+    """The processor of a checkpoint, without its weights. Raises ConfigError."""
+    config = transformers.AutoConfig.from_pretrained(folder)
+    with torch.device("meta"):
+        model = getattr(transformers, config.architectures[0])(config)
+    return load_processor(model, str(folder), config_from=None, trust_remote_code=False)
+
+
 def stock_inputs(
     folder: Path, messages: list[dict[str, Any]], images: list[Image.Image]
 ) -> dict[str, Any]:
     """What transformers makes of a conversation whose contents have parts of type image."""
-    model = transformers.AutoConfig.from_pretrained(folder)
-    kind = getattr(transformers, model.architectures[0])
-    with torch.device("meta"):
-        empty = kind(model)
-    processor = load_processor(empty, str(folder), config_from=None, trust_remote_code=False)
+    processor = processor_of(folder)
     text = processor.tokenizer.apply_chat_template(
         messages, tokenize=False, add_generation_prompt=True
     )
@@ -142,10 +277,17 @@ def stock_inputs(
     return dict(made)
 
 
+class StockAnswer(NamedTuple):
+    """The tokens with which stock transformers answers, and their log-probabilities."""
+
+    ids: list[int]
+    logprobs: list[float]
+
+
 def stock_answer(
     folder: Path, messages: list[dict[str, Any]], images: list[Image.Image], num_new: int = 12
-) -> list[int]:
-    """The tokens with which stock transformers answers, none of which is near to a tie."""
+) -> StockAnswer:
+    """No token is near to a tie."""
     inputs = stock_inputs(folder, messages, images)
     config = transformers.AutoConfig.from_pretrained(folder)
     kind = getattr(transformers, config.architectures[0])
@@ -159,5 +301,6 @@ def stock_answer(
             return_dict_in_generate=True,
         )
     assert margin(torch.cat(out.logits)) > TIE, "take another prompt"
-    found: list[int] = out.sequences[0, inputs["input_ids"].shape[1] :].tolist()
-    return found
+    ids = out.sequences[0, inputs["input_ids"].shape[1] :].tolist()
+    of_all = torch.cat(out.logits).log_softmax(dim=-1)
+    return StockAnswer(ids, [of_all[at, token].item() for at, token in enumerate(ids)])
