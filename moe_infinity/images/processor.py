@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from functools import wraps
 from typing import Any
 
 import transformers
@@ -15,6 +14,8 @@ from moe_infinity.checkpoint.file_names import find_gguf
 from moe_infinity.errors import CheckpointError, ConfigError
 from moe_infinity.images.pictures import INSTALL
 from moe_infinity.printable import printable
+
+VIDEOS = "video_processor"
 
 
 def takes_images(model: Any) -> bool:
@@ -54,24 +55,25 @@ class NoVideos(ProcessorMixin):  # type: ignore[misc]
     """
 
     def __init__(self, *args: Any, video_processor: None = None, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+        super().__init__(*(part for part in args if part is not None), **kwargs)
 
     @classmethod
     def get_attributes(cls) -> list[str]:
         """Names of its parts."""
-        return [name for name in super().get_attributes() if "video" not in name]
+        return [name for name in super().get_attributes() if name != VIDEOS]
+
+    @classmethod
+    def from_args_and_dict(cls, args: list[Any], *others: Any, **kwargs: Any) -> Any:
+        """Make it of its parts, in the order in which the class takes them."""
+        names = super().get_attributes()
+        if VIDEOS in names:
+            args.insert(names.index(VIDEOS), None)
+        return super().from_args_and_dict(args, *others, **kwargs)
 
 
 def without_videos(kind: Any) -> Any:
-    """Return a processor class without its part for videos; the same class if it has none."""
-    if "video_processor" not in kind.get_attributes():
-        return kind
-
-    @wraps(kind.__init__)
-    def begin(self: Any, *args: Any, **kwargs: Any) -> None:
-        kind.__init__(self, *args, video_processor=None, **kwargs)
-
-    return type(kind.__name__, (kind, NoVideos), {"__init__": begin})
+    """Return a processor class without its part for videos."""
+    return type(kind.__name__, (kind, NoVideos), {})
 
 
 def _require_pillow() -> None:

@@ -40,6 +40,16 @@ class ImageReader:
         self._media = Media(allowed)
         self._lock = threading.Lock()
         self.takes_images = takes_images(moe.model)
+        if self.takes_images and moe.tokenizer.chat_template is None:
+            moe.tokenizer.chat_template = self._template_of_processor()
+
+    def _template_of_processor(self) -> str | None:
+        """Return the chat template where only the processor has one, as in chat_template.json."""
+        try:
+            return getattr(self._moe.processor, "chat_template", None)
+        except MoEInfinityError as error:
+            logger.warning("there may be no chat template: %s", error)
+            return None
 
     def marks(self, body: ChatBody, param: str) -> ImageMarks | None:
         """Return marks for the images of a conversation; None if it has none, or the model has no

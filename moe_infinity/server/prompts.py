@@ -73,8 +73,8 @@ class PromptReader:
     def __init__(self, moe: MoE, config: ServeConfig, *, reads_whole: bool = False) -> None:
         """`reads_whole`: a prompt is one pass, however long."""
         self.tokenizer = moe.tokenizer
+        self._images = ImageReader(moe, config.allow_media or ())  # may find the chat template
         self._template = ChatTemplate(moe.tokenizer)
-        self._images = ImageReader(moe, config.allow_media or ())
         self.format = MessageFormat(moe.tokenizer, moe.model)
         context = context_of(moe, config.max_context)
         self.max_context = within_memory(moe, context, reads_whole)  # tokens of prompt and answer

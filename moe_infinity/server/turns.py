@@ -84,7 +84,8 @@ class SeatQueue:
             raise QueueFull("long prompts are waiting")
         if len(self) and num_tokens(self) + new > limits.QUEUED_TOKENS.most:
             raise QueueFull("long prompts of other clients are waiting")
-        if len(self) and image_bytes((*self, *sequences)) > limits.QUEUED_IMAGES.most:
+        has_images = len(self) > 0 and image_bytes(sequences) > 0
+        if has_images and image_bytes((*self, *sequences)) > limits.QUEUED_IMAGES.most:
             raise QueueFull("large images are waiting")
         self._queues.setdefault(client, deque()).extend(sequences)
 

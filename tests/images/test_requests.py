@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import base64
+import json
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -13,9 +16,15 @@ import pytest
 
 from moe_infinity import MoE
 from moe_infinity.server import limits
+from moe_infinity.server.chat import ChatBody
+from moe_infinity.server.config import ServeConfig
+from moe_infinity.server.prompts import PromptReader
+from moe_infinity.server.sequences import QueueFull, Request
+from moe_infinity.server.turns import SeatQueue
 from tests.images.asking import RED, Answered, asked
 from tests.images.files import bomb, encoded, picture
 from tests.images.tiny_eyes import EYES, data_url, save_checkpoint
+from tests.server.driving import make_engine
 from tests.server.serving import Serving, serving
 
 PNG = encoded(RED, "PNG")
@@ -197,3 +206,57 @@ def test_a_processor_that_is_damaged_is_a_400_without_a_path(folder, tmp_path, c
     assert "processor cannot be loaded" in answer.json()["error"]["message"]
     assert str(tmp_path) not in answer.text
     assert "no usable processor" in caplog.text
+
+
+def test_a_template_that_only_the_processor_has_is_used(folder, tmp_path, num_tokens):
+    for file in folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    template = (tmp_path / "chat_template.jinja").read_text()
+    (tmp_path / "chat_template.jinja").unlink()
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": template}))
+    part = {"type": "image_url", "image_url": data_url(PNG)}
+    with MoE(tmp_path, host_memory="50%", dtype="float32") as moe:
+        assert moe.tokenizer.chat_template is None
+        with serving(moe) as server:
+            body = {"messages": of_user(part), "max_tokens": 1}
+            answer = post(server, "v1/chat/completions", body)
+    assert answer.json()["usage"]["prompt_tokens"] == num_tokens
+
+
+def test_images_that_wait_have_a_limit(server, monkeypatch):
+    """A request alone is taken, however large its images are."""
+    reader = PromptReader(server.moe, ServeConfig())
+    body = ChatBody.model_validate({"messages": [asked(RED, TEXT)], "n": 2})
+    first, second = reader.chat(body)
+    assert first.images is second.images
+    assert first.images is not None
+    queue = SeatQueue(9)
+    monkeypatch.setattr(limits, "QUEUED_IMAGES", replace(limits.QUEUED_IMAGES, most=1))
+    queue.add([waiting(first), waiting(second)])
+    with pytest.raises(QueueFull, match="large images are waiting"):
+        queue.add([waiting(reader.chat(body)[0])])
+    queue.add([waiting(Request(prompt_ids=[1], max_new_tokens=1))])
+    most = first.images.num_bytes
+    monkeypatch.setattr(limits, "QUEUED_IMAGES", replace(limits.QUEUED_IMAGES, most=2 * most))
+    queue.add([waiting(reader.chat(body)[0])])
+
+
+def waiting(request: Request) -> Any:
+    return SimpleNamespace(request=request, ids=list(request.prompt_ids))
+
+
+def test_tensors_are_freed_when_all_choices_have_read_them(server):
+    reader = PromptReader(server.moe, ServeConfig())
+    body = ChatBody.model_validate({"messages": [asked(RED, TEXT)], "n": 2, "max_tokens": 3})
+    requests = reader.chat(body)
+    engine = make_engine(server.moe, prefix_cache="off")
+    sizes = []
+    for request in requests:
+        outputs: list[Any] = []
+        engine.submit([engine.running(request, outputs.append)])
+        while not (outputs and outputs[-1].is_last):
+            engine.step()
+        assert outputs[-1].error is None
+        assert request.images is not None
+        sizes.append(request.images.num_bytes)
+    assert sizes[0] > sizes[1] == 0
