@@ -71,27 +71,23 @@ class Planner:
         if num_loads <= 0:
             return []
         chances_LE = self._policy.chances()
-        num_layers = len(chances_LE)
-        layers_ahead_L1 = (np.arange(num_layers)[:, None] - moe_layer_idx - 1) % num_layers + 1
-        saved_L1 = np.clip(layers_ahead_L1 * layer_s - queued_s, 0, load_s)
-        value_LE = np.where(chances_LE >= MIN_CHANCE, chances_LE, 0) * saved_L1
-        value_LE[self._table.cells()] = 0
+        num_layers, num_experts = chances_LE.shape
+        is_wanted_LE = chances_LE >= MIN_CHANCE
+        is_wanted_LE[self._table.cells()] = False
         if self._exists_LE is not None:
-            value_LE *= self._exists_LE
-        values = value_LE.ravel()
-        best = (
-            values.argpartition(-num_loads)[-num_loads:]
-            if num_loads < len(values)
-            else values.argsort()
-        )
-        best = best[np.argsort(-values[best], kind="stable")]
-        best = best[values[best] > 0]
+            is_wanted_LE &= self._exists_LE
+        cells = np.flatnonzero(is_wanted_LE)
+        layers_ahead = (cells // num_experts - moe_layer_idx - 1) % num_layers + 1
+        saved = np.clip(layers_ahead * layer_s - queued_s, 0, load_s)
+        values = chances_LE.ravel()[cells] * saved
+        best = np.argsort(-values, kind="stable")[:num_loads]
+        best = cells[best[values[best] > 0]]
         scores = self._policy.scores().ravel()[best]
         lowest = self._table.lowest_scores(len(best))
         taken: list[ExpertKey] = []
         for cell, score in zip(best.tolist(), scores.tolist(), strict=True):
             if score > lowest[len(taken)]:
-                taken.append(ExpertKey(*divmod(cell, chances_LE.shape[1])))
+                taken.append(ExpertKey(*divmod(cell, num_experts)))
         return taken
 
 
