@@ -17,10 +17,12 @@ pytestmark = [pytest.mark.timeout(60)]
 # Each command is a fork of one Python that has imported what all of them need, which takes longer
 # than a command.
 SCRIPT = """
-import json, os, sys
+import gc, json, os, sys
 import huggingface_hub.hf_api, pydantic.type_adapter
 from moe_infinity import __main__ as cli
 
+gc.disable()
+gc.freeze()
 for line in sys.stdin:
     folder, *arguments = json.loads(line)
     process = os.fork()
@@ -36,7 +38,9 @@ for line in sys.stdin:
             code = end.code
         assert code == 1, code
         assert not {"torch", "transformers"} & sys.modules.keys()
-        break
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
     print(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]), flush=True)
 """
 COMMANDS = {

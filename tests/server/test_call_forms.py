@@ -167,6 +167,7 @@ class Kind:
         return text.replace(self.tokenizer.decode([0]), "")
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("has_tokens", [False, True])
 @pytest.mark.parametrize("name", PROMPTS)

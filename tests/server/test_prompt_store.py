@@ -191,7 +191,7 @@ def test_a_model_finds_nothing_of_another_with_equal_shapes(moe, folder, tmp_pat
 
 
 @pytest.mark.parametrize("harm", HARM)
-@pytest.mark.parametrize("seeds", [(0, 1), pytest.param((2, 3), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seeds", [(1,), pytest.param((0, 2, 3), marks=pytest.mark.slow)])
 def test_a_harmed_file_ends_what_is_known_and_changes_no_token(
     harm, seeds, moe, folder, expected, tmp_path, caplog
 ):
