@@ -21,6 +21,7 @@ from urllib.parse import SplitResult, unquote, unquote_to_bytes, urljoin, urlspl
 
 from moe_infinity.errors import ConfigError
 from moe_infinity.images.pictures import BadImage
+from moe_infinity.system.files import open_no_link
 
 MAX_BYTES = 20 << 20  # of one image
 REDIRECTS = 3
@@ -76,7 +77,7 @@ class Media:
             path = Path(place).resolve(strict=True)
             if not any(path.is_relative_to(folder) for folder in self._folders):
                 raise refused
-            with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW), "rb") as file:
+            with open(open_no_link(path), "rb") as file:
                 if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                     raise refused
                 return _within(iter(lambda: file.read(READ_BYTES), b""))
