@@ -106,6 +106,7 @@ class Room:
         if step.phase is Phase.PREFILL:
             needs += self._first_pass_bytes
             self._first_pass_bytes = 0
+            self._num_unseen = DECODE_STEPS - 1  # the next decode step looks: slots may come back
         spare = self.keep_free(needs)
         if self._tier.table.num_withdrawn and step.phase is Phase.DECODE:
             kept_free = int(self.memory.num_bytes * SPARE_SHARE)

@@ -111,6 +111,21 @@ def test_decode_steps_take_slots_again_but_for_what_stays_free():
 
 
 @on_linux
+def test_the_first_decode_step_after_a_prompt_takes_them_again():
+    room, tier = make_room(25 * MIB)
+    free: Any = room.memory
+    for num_decoded in (3, 1):  # short answers
+        room.make(step_of(Phase.PREFILL, 10))
+        assert tier.table.num_slots < NUM_SLOTS
+        free.free = 1000 * MIB
+        room.make(step_of(Phase.DECODE, 1))
+        assert tier.table.num_slots == NUM_SLOTS
+        for _ in range(num_decoded - 1):
+            room.make(step_of(Phase.DECODE, 1))
+        free.free = 25 * MIB
+
+
+@on_linux
 def test_the_memory_of_a_slot_that_is_given_back_is_free_and_zero():
     slots = HostSlots(4, 64 * MIB)
     for slot_id in range(4):
