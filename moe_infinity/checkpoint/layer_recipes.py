@@ -69,7 +69,7 @@ class LayerRecipes:
             recipe.lay_out(specs, is_transposed=self._is_transposed)
         return layout
 
-    def copies(self, expert_idx: int) -> list[tuple[Extent, int]] | None:
+    def copies(self, expert_idx: int) -> list[Copy] | None:
         """Bytes of files, and where in a slot they go; None if some are converted on the way."""
         by_recipe = [recipe.copies(expert_idx) for recipe in self.recipes]
         if None in by_recipe:

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_infinity.checkpoint.files import Piece
+from moe_infinity.checkpoint.files import Copy, Piece
 from moe_infinity.checkpoint.headers import Extent, StoredTensor
 from moe_infinity.checkpoint.packing import PackedTensor
 from moe_infinity.checkpoint.reader import Reader
@@ -181,7 +181,7 @@ class Recipe:
     def extents(self, expert_idx: int) -> list[Extent]:
         return [extent for source in self.sources for extent in source.extents(expert_idx)]
 
-    def copies(self, expert_idx: int) -> list[tuple[Extent, int]] | None:
+    def copies(self, expert_idx: int) -> list[Copy] | None:
         """Bytes of files, and where in a slot they go, in bytes from its start; None if they are
         converted on the way.
         """

@@ -61,23 +61,22 @@ class SharedRead:
 
     def work(self) -> None:
         """Take part, in one of several threads, until no chunk is left to take."""
+        scratch = self._bounce_buffer().address
         with self._lock:
             self._num_inside += 1
             if not self._is_begun:
                 self._is_begun = True
                 self._begin()
         table = self._table.buffer_info()[0]
-        scratch = self._bounce_buffer().address
         with self._urgently():
             while (index := read_group(table, scratch)) >= 0:
                 self._end(index)
         with self._lock:
             self._num_inside -= 1
-            is_last = self._num_inside == 0
-        if is_last and self._table[IS_STOPPED]:
-            for future in self.futures:
-                if not future.done():
-                    future.set_exception(CancelledError())
+            if self._num_inside == 0 and self._table[IS_STOPPED]:
+                for future in self.futures:
+                    if not future.done():
+                        future.set_exception(CancelledError())
 
     def _begin(self) -> None:
         """Write down what there is to read. From here on no future can be cancelled."""
@@ -114,5 +113,5 @@ class SharedRead:
             self.futures[index].set_result(None)
 
     def stop(self) -> None:
-        """Let threads take no more chunks; groups that are not read by then are cancelled."""
+        """Let threads take no more chunks; experts that are not read by then are cancelled."""
         self._table[IS_STOPPED] = 1

@@ -117,6 +117,7 @@ def _into_slots(fill: Fill, slots: HostSlots | MappedSlots) -> Callable[..., Non
 
 
 def _shared_into(shared: Callable[..., SharedLoads | None], slots: HostSlots) -> Share:
+    shared([])  # machine code is compiled now, not while a token waits
     return lambda loads: shared(
         [(key, partial(slots.bytes_for, slot_id, key)) for key, slot_id in loads]
     )

@@ -205,6 +205,24 @@ def test_a_slot_that_cannot_be_had_is_the_error_of_all(reader, file):
         shared.futures[0].result(0)
 
 
+def test_a_thread_without_a_buffer_takes_no_part_and_others_stop_as_usual(
+    reader, file, monkeypatch
+):
+    def none():
+        raise MemoryError
+
+    experts = [[(Extent(file, 0, 9000), 0)]]
+    with monkeypatch.context() as patch:
+        patch.setattr(reader, "_bounce_buffer", none)
+        without = share(reader, experts)
+    with pytest.raises(MemoryError):
+        without.work()
+    monkeypatch.setattr(without, "_bounce_buffer", reader._bounce_buffer)
+    without.stop()
+    work(without, 1)
+    assert isinstance(without.futures[0].exception(0), CancelledError)
+
+
 @pytest.mark.parametrize("why", ["another system", "a small file", "no such reads", "no file"])
 def test_reads_that_cannot_be_shared_are_left_to_the_reader(reader, file, monkeypatch, why):
     if why == "another system":
