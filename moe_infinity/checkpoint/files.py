@@ -217,11 +217,11 @@ def chunks_of(pieces: Sequence[Piece]) -> list[Chunk]:
 
 
 def cut(copies: Sequence[Copy]) -> list[Copy]:
-    """Join copies that are neighbours in file and slot, and cut them into chunks of about one size.
-    All but the first chunk of a copy begin at a block of the file.
+    """Join copies that are neighbours in file and slot, and cut them into chunks of about one size,
+    in the order of their files. All but the first chunk of a copy begin at a block of the file.
     """
     joined: list[Copy] = []
-    for extent, at in copies:
+    for extent, at in sorted(copies, key=lambda copy: (copy[0].file, copy[0].offset)):
         if joined:
             last, last_at = joined[-1]
             end = last.file, last.offset + last.num_bytes, last_at + last.num_bytes
