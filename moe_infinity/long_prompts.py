@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from moe_infinity.architectures.attention_inputs import cache_in, can_be_cut
+from moe_infinity.architectures.attention_inputs import cache_in, can_be_cut, is_text_alone
 from moe_infinity.memory.room import LEAST_TOKENS, Room
 
 logger = logging.getLogger(__name__)
@@ -26,8 +26,8 @@ def in_passes(
     settings = named.get("generation_config") or model.generation_config
     is_set = settings.prefill_chunk_size is not None or "prefill_chunk_size" in named
     uses_cache = named.get("use_cache", settings.use_cache) is not False
-    is_text = named.get("pixel_values") is None  # an image cannot be cut
-    is_plain = isinstance(ids, torch.Tensor) and ids.ndim == 2 and uses_cache and is_text
+    is_plain = isinstance(ids, torch.Tensor) and ids.ndim == 2 and uses_cache
+    is_plain &= is_text_alone(named)  # nothing else can be cut
     if is_set or not is_plain or cache_in(named) is not None or not can_be_cut(model.config):
         return {}
     num_sequences, length = ids.shape

@@ -23,6 +23,10 @@ from moe_infinity.errors import UnsupportedModelError
 
 BUFFERS = "_moe_infinity_buffers"  # an attribute of cache layers
 MIN_ROOM = 256  # tokens
+# Tensors that a prompt of text has.
+OF_TEXT = (
+    "input_ids", "inputs", "attention_mask", "position_ids", "cache_position", "token_type_ids",
+)  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -77,6 +81,15 @@ def keeps_nothing(layer: Any) -> bool:
     such class.
     """
     return type(layer).__name__ == "DummyLayer"
+
+
+def is_text_alone(named: Mapping[str, Any]) -> bool:
+    """Return True if no other tensor comes with the tokens of a prompt, as those of images, videos
+    and sound do. `named` are the arguments of `generate()`.
+    """
+    return not any(
+        isinstance(value, Tensor) for name, value in named.items() if name not in OF_TEXT
+    )
 
 
 def can_be_cut(config: Any) -> bool:

@@ -17,7 +17,11 @@ from transformers import GenerationMixin
 from transformers.cache_utils import DynamicCache
 from transformers.generation import GenerationMode
 
-from moe_infinity.architectures.attention_inputs import cache_in, cache_parameter
+from moe_infinity.architectures.attention_inputs import (
+    cache_in,
+    cache_parameter,
+    is_text_alone,
+)
 from moe_infinity.errors import ConfigError, UnsupportedModelError
 from moe_infinity.experts import Ints, Phase, Step
 from moe_infinity.memory.room import LEAST_TOKENS
@@ -154,7 +158,7 @@ def one_prompt(model: Any, named: Mapping[str, Any]) -> list[int]:
     problems = {
         "one sequence of token ids": isinstance(ids, Tensor)
         and (ids.ndim, len(ids), ids.is_floating_point()) == (2, 1, False),
-        "text alone": named.get("pixel_values") is None,
+        "text alone": is_text_alone(named),
         "no padding": mask is None or bool(mask.all()),
         # transformers 5.24: with an assistant and a cache the tokens are wrong, without us as well
         "a prompt that is continued one token after another": mode in ONE_BY_ONE,

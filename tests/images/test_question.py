@@ -52,6 +52,8 @@ def test_a_prompt_with_images_is_not_cut_where_memory_is_short(folder, files, mo
         text = {name: inputs[name] for name in ("input_ids", "attention_mask")}
         assert in_passes(moe.model, room, inputs, is_begun=False) == {}
         assert in_passes(moe.model, room, text, is_begun=False) != {}
+        video = text | {"pixel_values_videos": inputs["pixel_values"]}
+        assert in_passes(moe.model, room, video, is_begun=False) == {}
 
 
 def test_a_saved_prefix_is_of_text_alone(folder, files, tmp_path):
@@ -60,6 +62,9 @@ def test_a_saved_prefix_is_of_text_alone(folder, files, tmp_path):
         prefix = moe.load_prefix(tmp_path / "prefix")
         with pytest.raises(ConfigError, match="text alone"):
             moe.generate(**question(moe, TEXT, files), prefix=prefix, max_new_tokens=4)
+        inputs = moe.tokenizer("w0 w1", return_tensors="pt")
+        with pytest.raises(ConfigError, match="text alone"):
+            moe.generate(**inputs, pixel_values_videos=inputs["input_ids"], prefix=prefix)
 
 
 def test_a_model_without_eyes_has_no_processor(tiny_checkpoint, files):
