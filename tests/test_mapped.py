@@ -21,6 +21,7 @@ from moe_infinity.checkpoint import layer_recipes
 from moe_infinity.checkpoint.files import MappedFile, OpenFile
 from moe_infinity.checkpoint.headers import Extent
 from moe_infinity.checkpoint.reader import Reader
+from moe_infinity.engine import engine
 from moe_infinity.errors import CheckpointError
 from moe_infinity.experts import ExpertKey, MappedExpert
 from moe_infinity.kernels.cpu.bus_errors import bus_errors
@@ -144,6 +145,34 @@ def test_without_such_a_system_call_experts_are_copied(tiny_checkpoint, code, mo
 
     monkeypatch.setattr(linux.libc(), "madvise", refused)
     assert not computed(tiny_checkpoint)[1]
+
+
+@pytest.mark.usefixtures("can_map")
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+def test_experts_that_the_page_cache_has_are_there_from_the_start(
+    tiny_checkpoint, share, monkeypatch
+):
+    """No thread visits them. Those that it has in part, or not at all, are made present as ever."""
+    expected, is_mapped = computed(tiny_checkpoint)
+    assert is_mapped
+    middle = share * (tiny_checkpoint / "model.safetensors").stat().st_size
+    monkeypatch.setattr(linux, "is_cached", lambda _, at, num_bytes: at + num_bytes <= middle)
+    start_turns = engine.start_turns
+    found = []
+
+    def look(*args: Any) -> Any:
+        found.append(len(moe_engine.tiers[-1].table.resident_keys()))
+        return start_turns(*args)
+
+    monkeypatch.setattr(engine, "start_turns", look)
+    with MoE(tiny_checkpoint, preload="off") as moe, torch.no_grad():
+        moe_engine = moe.engine
+        moe.preload()
+        moe.check_invariants()
+        assert torch.equal(logits_of_steps(moe.model, IDS), expected)
+    num_experts = moe_engine.bookkeeping.total_experts
+    assert {0.0: found == [0], 0.5: 0 < found[0] < num_experts, 1.0: found == [num_experts]}[share]
+    assert moe_engine.tiers[-1].table.num_resident == num_experts
 
 
 @pytest.mark.skipif(sys.platform == "linux", reason="Linux maps files")

@@ -74,14 +74,19 @@ class OpenFile:
         Does nothing for files that are read through the cache anyway: what the kernel read ahead
         for us would count as cached there, and stay.
         """
-        if not self._may_ask or self._direct is None or self._is_refused:
+        if self._direct is None or self._is_refused:
             return False
         try:
-            if not linux.is_cached(self._cached.descriptor, chunk.offset, chunk.num_bytes):
+            if not self.is_cached(chunk.offset, chunk.num_bytes):
                 return False
             return self._cached.read_from_memory(chunk.parts, chunk.offset) == chunk.num_bytes
         except BlockingIOError:  # evicted meanwhile
             return False
+
+    def is_cached(self, offset: int, num_bytes: int) -> bool:
+        """Ask if the page cache has all of these bytes; False where it cannot say."""
+        try:
+            return self._may_ask and linux.is_cached(self._cached.descriptor, offset, num_bytes)
         except OSError as error:
             if error.errno not in UNASKABLE:
                 raise

@@ -76,7 +76,7 @@ class LayerRecipes:
             return None
         return [copy for copies in by_recipe for copy in copies or ()]
 
-    def _begins(self, expert_idx: int) -> list[tuple[Path, int]] | None:
+    def begins(self, expert_idx: int) -> list[tuple[Path, int]] | None:
         """The file and the byte from which a slot with this expert would reach, for its first
         product and for `down_proj`. None if the file does not have its parts as a slot does.
         """
@@ -96,7 +96,7 @@ class LayerRecipes:
         """
         if self._apart(num_experts) is not None:
             return num_experts
-        whole = sum(self._begins(expert_idx) is not None for expert_idx in range(num_experts))
+        whole = sum(self.begins(expert_idx) is not None for expert_idx in range(num_experts))
         return whole if whole >= MIN_MAPPED_SHARE * num_experts else 0
 
     def bytes_in_place(self, num_experts: int, slot_bytes: int) -> int:
@@ -112,7 +112,7 @@ class LayerRecipes:
         experts, and gate and up have one type. Such a slot is a stretch of the file, most of which
         belongs to other experts.
         """
-        if self._begins(0) is None and (offsets := self._apart(num_experts)) is not None:
+        if self.begins(0) is None and (offsets := self._apart(num_experts)) is not None:
             specs = {spec.name: spec for spec in self.layout.params}
             moved = [replace(specs[name], offset=at) for name, at in offsets.items()]
             moved.sort(key=lambda spec: spec.offset)
@@ -139,7 +139,7 @@ class LayerRecipes:
         """An expert where `mapped` has the bytes of its files; None if its parts do not lie there
         as in a slot, or if they are converted.
         """
-        if (begins := self._begins(expert_idx)) is None:
+        if (begins := self.begins(expert_idx)) is None:
             return None
         parts: dict[str, memoryview] = {}
         addresses = [0, 0]
@@ -288,6 +288,18 @@ class ExpertLoader:
             extent = recipes.recipes[0].extents(key.expert_idx)[0]
             where = f"{extent.file}: cannot be read at byte {extent.offset}"
             raise CheckpointError(f"{where}: {error.strerror or error}") from error
+
+    def is_present(self, key: ExpertKey) -> bool:
+        """True for an expert that `mapped` gives, and that the page cache has already."""
+        recipes = self.recipes[key.moe_layer_idx]
+        try:
+            return recipes.begins(key.expert_idx) is not None and all(
+                self._reader.is_cached(extent)
+                for recipe in recipes.recipes
+                for extent in recipe.extents(key.expert_idx)
+            )
+        except (OSError, CheckpointError):  # `read` says what is wrong
+            return False
 
     def can_map(self) -> bool:
         """True if experts are better used where the page cache has them: copying all of them would

@@ -126,6 +126,11 @@ class Reader:
                 file = self._mapped[extent.file] = MappedFile(self._opened(extent.file))
         return file.bytes[extent.offset : extent.offset + extent.num_bytes]
 
+    def is_cached(self, extent: Extent) -> bool:
+        """Ask if the page cache has an extent. Raises OSError, CheckpointError."""
+        with self._lock:
+            return self._opened(extent.file).is_cached(extent.offset, extent.num_bytes)
+
     def changed_file(self) -> Path | None:
         """Return a file that was changed, or of which bytes are gone, and whose bytes are used
         where the page cache has them. They have to be mapped anew, and what was computed with them

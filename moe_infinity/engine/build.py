@@ -70,7 +70,7 @@ def build_experts(
         room=room,
         bookkeeping=bookkeeping,
         loader=loader,
-        preloader=Preloader(bookkeeping, loader.in_file_order),
+        preloader=Preloader(bookkeeping, loader.in_file_order, loader.is_present),
         description=description,
         stored_expert_bytes=sum(stored.values()),
     )

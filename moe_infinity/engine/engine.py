@@ -294,6 +294,7 @@ class LocalExperts:
         """Begin to fill free slots in the background. A second call does nothing."""
         with self.deciding:
             if self._preload_thread is None:
+                self._preloader.enter_present()
                 turn = WeakMethod(self._preload)
                 self._preload_thread = start_turns(turn, self._preloader.load_ended)
 

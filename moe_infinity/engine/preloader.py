@@ -16,6 +16,7 @@ from threading import Event, Thread
 from moe_infinity.engine.bookkeeping import Bookkeeping
 from moe_infinity.experts import ExpertKey, Phase
 from moe_infinity.memory.mover import Mover
+from moe_infinity.memory.slots import MappedSlots
 from moe_infinity.predict.planner import LOADING_SHARE
 from moe_infinity.system.threads import keep_running
 
@@ -32,17 +33,32 @@ class Preloader:
         self,
         bookkeeping: Bookkeeping,
         in_file_order: Callable[[list[ExpertKey]], Sequence[ExpertKey]],
+        is_present: Callable[[ExpertKey], bool],  # in the page cache, where it can be used
     ) -> None:
         tier = bookkeeping.tiers[-1]
+        self._slots = tier.slots
         self._table = tier.table
         assert isinstance(tier.mover, Mover), tier
         self._mover: Mover = tier.mover
         self._books = bookkeeping
         self._in_file_order = in_file_order
+        self._is_present = is_present
         self._keys: Sequence[ExpertKey] | None = None  # of all experts, in that order
         self._planned: list[ExpertKey] = []  # the next one last
         self._most_loading = min(MOST_LOADING, tier.table.num_slots // LOADING_SHARE)
         self.load_ended = Event()
+
+    def enter_present(self) -> None:
+        """Enter at once the experts that need no reading, if they are used in the page cache: a
+        look at their pages while they compute costs less than threads that visit all of them.
+        """
+        if not isinstance(self._slots, MappedSlots):
+            return
+        for moe_layer_idx in range(len(self._books.keys)):
+            for key in self._books.local_keys(moe_layer_idx):
+                if self._table.lookup(key) is None and self._is_present(key):
+                    self._slots.bytes_for(self._table.begin_load(key, Phase.PREFILL), key)
+                    self._table.finish_load(key)
 
     def advance(self) -> bool:
         """Enter the experts that arrived and begin the next loads. Returns False once nothing is

@@ -34,7 +34,7 @@ def prompt_and_token(folder: Path, **options: Any) -> None:
     kernels = mock.patch.multiple(
         kernel_trial,
         pair_kernels=lambda device: PAIR_KERNELS,
-        disagreement=lambda *_: None,  # there are no values to compare
+        disagreement=lambda *_, **__: None,  # there are no values to compare
     )
     with ExitStack() as doubles:
         for double in (fake_device(MetaCudaDevice()), kernels, made_up_routing()):
