@@ -17,11 +17,12 @@ import torch
 from torch import Tensor
 
 from moe_infinity import MoE
-from moe_infinity.checkpoint import layer_recipes
+from moe_infinity.checkpoint import expert_loader, layer_recipes
 from moe_infinity.checkpoint.files import MappedFile, OpenFile
 from moe_infinity.checkpoint.headers import Extent
 from moe_infinity.checkpoint.reader import Reader
 from moe_infinity.engine import engine
+from moe_infinity.engine.preloader import start_turns
 from moe_infinity.errors import CheckpointError
 from moe_infinity.experts import ExpertKey, MappedExpert
 from moe_infinity.kernels.cpu.bus_errors import bus_errors
@@ -37,7 +38,7 @@ IDS = torch.arange(3, 15).view(1, 12)
 
 @pytest.fixture(autouse=True)
 def small_models_are_mapped(monkeypatch):
-    monkeypatch.setattr(layer_recipes, "MIN_MAPPED_BYTES", 0)
+    monkeypatch.setattr(expert_loader, "MIN_MAPPED_BYTES", 0)
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +69,7 @@ def computed(folder: Path, **options: Any) -> tuple[Tensor, bool]:
 def test_mapped_experts_have_the_bits_of_copied_ones(tiny_checkpoint, is_exact, monkeypatch):
     mapped, is_mapped = computed(tiny_checkpoint, exact=is_exact)
     assert is_mapped
-    monkeypatch.setattr(layer_recipes, "MIN_MAPPED_BYTES", 1 << 40)
+    monkeypatch.setattr(expert_loader, "MIN_MAPPED_BYTES", 1 << 40)
     copied, is_mapped = computed(tiny_checkpoint, exact=is_exact)
     assert not is_mapped
     assert torch.equal(mapped, copied)
@@ -77,13 +78,13 @@ def test_mapped_experts_have_the_bits_of_copied_ones(tiny_checkpoint, is_exact, 
 def watched_places(monkeypatch: pytest.MonkeyPatch) -> list[tuple[ExpertKey, MappedExpert | None]]:
     """Every expert that a slot is given to, and its place in a file, if it is used there."""
     asked = []
-    mapped = layer_recipes.ExpertLoader.mapped
+    mapped = expert_loader.ExpertLoader.mapped
 
     def watched(self: Any, key: ExpertKey) -> MappedExpert | None:
         asked.append((key, mapped(self, key)))
         return asked[-1][1]
 
-    monkeypatch.setattr(layer_recipes.ExpertLoader, "mapped", watched)
+    monkeypatch.setattr(expert_loader.ExpertLoader, "mapped", watched)
     return asked
 
 
@@ -101,7 +102,7 @@ def test_an_expert_in_two_files_is_copied(sharded_checkpoint, monkeypatch):
     assert num_mapped > 0
     rest = (num_experts - num_mapped) << 20  # have slots of their own
     assert in_place == num_mapped * recipes.bytes_per_expert() + rest
-    monkeypatch.setattr(layer_recipes, "MIN_MAPPED_BYTES", 1 << 40)
+    monkeypatch.setattr(expert_loader, "MIN_MAPPED_BYTES", 1 << 40)
     assert torch.equal(mapped, computed(sharded_checkpoint)[0])
 
 
@@ -123,11 +124,11 @@ def test_experts_whose_parts_lie_apart_have_the_bits_of_copied_ones(
         mapped, is_mapped = computed(file, exact=is_exact)
         assert is_mapped == bool(layers)
         assert {key.moe_layer_idx for key, place in asked if place is not None} == layers
-        monkeypatch.setattr(layer_recipes, "MIN_MAPPED_BYTES", 1 << 40)
+        monkeypatch.setattr(expert_loader, "MIN_MAPPED_BYTES", 1 << 40)
         copied, is_mapped = computed(file, exact=is_exact)
         assert not is_mapped
         assert torch.equal(mapped, copied)
-        monkeypatch.setattr(layer_recipes, "MIN_MAPPED_BYTES", 0)
+        monkeypatch.setattr(expert_loader, "MIN_MAPPED_BYTES", 0)
 
 
 def test_experts_that_do_not_all_fit_or_are_packed_on_load_are_copied(tiny_checkpoint):
@@ -157,7 +158,6 @@ def test_experts_that_the_page_cache_has_are_there_from_the_start(
     assert is_mapped
     middle = share * (tiny_checkpoint / "model.safetensors").stat().st_size
     monkeypatch.setattr(linux, "is_cached", lambda _, at, num_bytes: at + num_bytes <= middle)
-    start_turns = engine.start_turns
     found = []
 
     def look(*args: Any) -> Any:

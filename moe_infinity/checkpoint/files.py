@@ -10,7 +10,7 @@ from __future__ import annotations
 import errno
 import os
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -221,21 +221,38 @@ def chunks_of(pieces: Sequence[Piece]) -> list[Chunk]:
     return chunks
 
 
-def cut(copies: Sequence[Copy]) -> list[Copy]:
-    """Join copies that are neighbours in file and slot, and cut them into chunks of about one size,
-    in the order of their files. All but the first chunk of a copy begin at a block of the file.
-    """
-    joined: list[Copy] = []
+def joined(copies: Sequence[Copy]) -> list[Copy]:
+    """The copies in the order of their files; those that are neighbours in file and slot as one."""
+    found: list[Copy] = []
     for extent, at in sorted(copies, key=lambda copy: (copy[0].file, copy[0].offset)):
-        if joined:
-            last, last_at = joined[-1]
-            end = last.file, last.offset + last.num_bytes, last_at + last.num_bytes
-            if end == (extent.file, extent.offset, at):
+        if found:
+            last, last_at = found[-1]
+            if (extent.file, extent.offset, at) == (last.file, last.end, last_at + last.num_bytes):
                 num_bytes = last.num_bytes + extent.num_bytes
-                joined[-1] = Extent(last.file, last.offset, num_bytes), last_at
+                found[-1] = Extent(last.file, last.offset, num_bytes), last_at
                 continue
-        joined.append((extent, at))
-    return [chunk for copy in joined for chunk in _chunks_of(*copy)]
+        found.append((extent, at))
+    return found
+
+
+def cut(copies: Sequence[Copy]) -> list[Copy]:
+    """Join copies, and cut them into chunks of about one size. All but the first chunk of a copy
+    begin at a block of the file.
+    """
+    return [chunk for copy in joined(copies) for chunk in _chunks_of(*copy)]
+
+
+def in_whole_blocks(copies: Sequence[Copy], ends: Mapping[Path, int]) -> list[Copy]:
+    """Copies that begin in a block of a slot where they begin in one of their file, with the rest
+    of their first and last block: reads past the page cache put these where they belong without a
+    copy. They do not go beyond these ends of files.
+    """
+    found = []
+    for extent, at in joined(copies):
+        skip = extent.offset % BLOCK_BYTES
+        num_bytes = min(extent.end + -extent.end % BLOCK_BYTES, ends[extent.file]) - extent.offset
+        found.append((Extent(extent.file, extent.offset - skip, num_bytes + skip), at - skip))
+    return found
 
 
 def _chunks_of(extent: Extent, at: int) -> Iterator[Copy]:

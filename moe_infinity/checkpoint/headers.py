@@ -58,6 +58,10 @@ class Extent:
     offset: int  # bytes from the start of the file
     num_bytes: int
 
+    @property
+    def end(self) -> int:
+        return self.offset + self.num_bytes
+
     def equal_part(self, index: int, count: int) -> Extent:
         """Part number `index` of `count` equal parts."""
         size = self.num_bytes // count

@@ -1,32 +1,27 @@
-"""The experts of a checkpoint: how those of one MoE layer lie in slots and in files, and the loader
-that fills slots with them.
-"""
+"""How the experts of one MoE layer lie in slots and in files."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from moe_infinity.checkpoint.files import Copy, Piece, cut
+from moe_infinity.checkpoint.files import BLOCK_BYTES, Copy, Piece, in_whole_blocks
 from moe_infinity.checkpoint.headers import Extent
 from moe_infinity.checkpoint.reader import Reader
 from moe_infinity.checkpoint.recipe import Recipe, Shapes
-from moe_infinity.errors import CheckpointError
-from moe_infinity.experts import ExpertKey, ExpertLayout, MappedExpert
+from moe_infinity.experts import ExpertLayout, MappedExpert, ParamSpec
 from moe_infinity.system.memory import address_of
 
 if TYPE_CHECKING:
-    from moe_infinity.checkpoint.shared_reads import SharedRead
+    pass
 
-MIN_MAPPED_BYTES = 1 << 30  # fewer are copied in less than a second
 MIN_MAPPED_SHARE = 0.9  # of the experts of a layer; others begin in one file and end in the next
-
-logger = logging.getLogger(__name__)
+MOST_WITH_GAPS = 1.03  # times as large may a slot become so that its parts lie in blocks
+WORD_BYTES = 8  # what views of parts may begin at, whatever their dtype
 
 
 class LayerRecipes:
@@ -38,6 +33,7 @@ class LayerRecipes:
         self.recipes = tuple(recipes)
         self._is_transposed = is_transposed
         self.layout = self._arranged()
+        self._ends: dict[Path, int] = {}  # of experts in files, if parts lie in blocks as there
 
     def split(self) -> None:
         """Let slots hold weights that lie apart in the checkpoint one by one. `computing` then
@@ -75,6 +71,54 @@ class LayerRecipes:
         if None in by_recipe:
             return None
         return [copy for copies in by_recipe for copy in copies or ()]
+
+    def slot_bytes(self, *, in_blocks: bool) -> int:
+        """The bytes of a slot, at least after `lie_in_blocks` if that is to be called."""
+        plain = self.layout.slot_bytes
+        most = plain + 2 * BLOCK_BYTES * len(self.layout.params)
+        most += -most % BLOCK_BYTES
+        return most if in_blocks and most <= plain * MOST_WITH_GAPS else plain
+
+    def lie_in_blocks(self, num_experts: int) -> None:
+        """Let each part begin in a block of the slot where it begins in a block of its file, and
+        have its blocks alone, unless parts are neighbours in the file. Nothing changes where
+        experts differ in that, or where the gaps would take much memory.
+        """
+        has_room = self.slot_bytes(in_blocks=True) > self.layout.slot_bytes
+        places = self._places(0) if has_room else None
+        if places is None or any(self._places(i) != places for i in range(num_experts)):
+            return
+        specs = {spec.offset: spec for spec in self.layout.params}
+        moved: list[ParamSpec] = []
+        for at, follows, in_block in places:
+            if at in specs:
+                end = moved[-1].offset + moved[-1].num_bytes if moved else 0
+                begin = end if follows else end + -end % BLOCK_BYTES + in_block
+                moved.append(replace(specs[at], offset=begin))
+            if begin % WORD_BYTES or not (at in specs or follows):
+                return  # no view of it can be made, or it is a part whose halves lie apart
+        self.layout = self._applied(ExpertLayout(tuple(moved)))
+        extents = [e for i in range(num_experts) for e, _ in self.copies(i) or ()]
+        for extent in extents:
+            self._ends[extent.file] = max(self._ends.get(extent.file, 0), extent.end)
+
+    def _places(self, expert_idx: int) -> list[tuple[int, bool, int]] | None:
+        """Where in a slot each copy goes, whether its bytes follow those of the one before in the
+        file, and where in a block of the file they begin. None if bytes are converted.
+        """
+        places = []
+        end = None
+        if (copies := self.copies(expert_idx)) is None:
+            return None
+        for extent, at in sorted(copies, key=lambda copy: copy[1]):
+            places.append((at, end == (extent.file, extent.offset), extent.offset % BLOCK_BYTES))
+            end = extent.file, extent.end
+        return places
+
+    def reads(self, expert_idx: int) -> list[Copy] | None:
+        """The copies, with the rest of their blocks if a slot has room for it."""
+        copies = self.copies(expert_idx)
+        return in_whole_blocks(copies, self._ends) if copies and self._ends else copies
 
     def begins(self, expert_idx: int) -> list[tuple[Path, int]] | None:
         """The file and the byte from which a slot with this expert would reach, for its first
@@ -179,6 +223,10 @@ class LayerRecipes:
         one call, which reads neighbours in the file, as these mostly are, as one. The rest is
         converted, recipe by recipe. Raises CheckpointError.
         """
+        if self._ends:
+            reads = self.reads(expert_idx) or ()
+            reader.read([(extent, slot[at : at + extent.num_bytes]) for extent, at in reads])
+            return
         by_recipe = [recipe.pieces(expert_idx, slot) for recipe in self.recipes]
         reader.read([piece for pieces in by_recipe if pieces is not None for piece in pieces])
         for recipe, pieces in zip(self.recipes, by_recipe, strict=True):
@@ -218,123 +266,3 @@ def _distances(
             return None
         found = distances
     return found
-
-
-class ExpertLoader:
-    """Fills slots with the experts of one checkpoint, in any read thread."""
-
-    def __init__(self, recipes: Sequence[LayerRecipes], reader: Reader, num_experts: int) -> None:
-        self.recipes = list(recipes)  # by MoE layer
-        self._num_experts = num_experts  # of the first
-        self._reader = reader
-        self._positions: dict[ExpertKey, tuple[int, str, int]] = {}  # of those asked for so far
-        self._chunks: dict[ExpertKey, Sequence[Copy] | None] = {}  # of those shared so far
-
-    def read(self, key: ExpertKey, slot: memoryview | MappedExpert) -> None:
-        """Read an expert that a layer waits for. Raises CheckpointError."""
-        recipes = self.recipes[key.moe_layer_idx]
-        if isinstance(slot, MappedExpert):
-            recipes.read_mapped(key.expert_idx, self._reader, slot)
-        else:
-            recipes.load(key.expert_idx, self._reader, slot)
-
-    def read_ahead(
-        self, key: ExpertKey, slot: memoryview | MappedExpert, is_wanted: Callable[[], bool]
-    ) -> None:
-        """Read an expert that no layer waits for. The read gives way to those that one waits for,
-        until `is_wanted` says that this one is waited for, too.
-        """
-        with self._reader.giving_way(until=is_wanted):
-            self.read(key, slot)
-
-    def shared(
-        self, loads: Sequence[tuple[ExpertKey, Callable[[], memoryview]]]
-    ) -> SharedRead | None:
-        """Reads of several experts that threads do together; None if each has to be read by `read`,
-        as those have that are converted.
-        """
-        experts = []
-        for key, slot in loads:
-            if (chunks := self._chunks_of(key)) is None:
-                return None
-            experts.append((chunks, slot))
-        return self._reader.shared(experts)
-
-    def _chunks_of(self, key: ExpertKey) -> Sequence[Copy] | None:
-        """The chunks to read of an expert; None if it is converted on the way."""
-        if key not in self._chunks:
-            copies = self.recipes[key.moe_layer_idx].copies(key.expert_idx)
-            self._chunks[key] = None if copies is None else cut(copies)
-        return self._chunks[key]
-
-    def in_file_order(self, keys: Iterable[ExpertKey]) -> list[ExpertKey]:
-        """The keys layer by layer, in the order of their files: names are stored "1", "10", "2"."""
-        return sorted(keys, key=self._position_of)
-
-    def _position_of(self, key: ExpertKey) -> tuple[int, str, int]:
-        if key not in self._positions:
-            first = self.recipes[key.moe_layer_idx].recipes[0].extents(key.expert_idx)[0]
-            self._positions[key] = key.moe_layer_idx, str(first.file), first.offset
-        return self._positions[key]
-
-    def mapped(self, key: ExpertKey) -> MappedExpert | None:
-        """An expert where the page cache has its bytes; `read` makes them present. None if its
-        parts are converted or lie otherwise than in a slot. Raises CheckpointError.
-        """
-        recipes = self.recipes[key.moe_layer_idx]
-        try:
-            return recipes.mapped(key.expert_idx, self._reader.mapped)
-        except OSError as error:
-            extent = recipes.recipes[0].extents(key.expert_idx)[0]
-            where = f"{extent.file}: cannot be read at byte {extent.offset}"
-            raise CheckpointError(f"{where}: {error.strerror or error}") from error
-
-    def is_present(self, key: ExpertKey) -> bool:
-        """True for an expert that `mapped` gives, and that the page cache has already."""
-        recipes = self.recipes[key.moe_layer_idx]
-        try:
-            return recipes.begins(key.expert_idx) is not None and all(
-                self._reader.is_cached(extent)
-                for recipe in recipes.recipes
-                for extent in recipe.extents(key.expert_idx)
-            )
-        except (OSError, CheckpointError):  # `read` says what is wrong
-            return False
-
-    def can_map(self) -> bool:
-        """True if experts are better used where the page cache has them: copying all of them would
-        take seconds, and the system can map files.
-        """
-        extent = self._some_mappable()
-        if extent is None:
-            return False
-        first = Extent(extent.file, extent.offset, 1)
-        try:
-            self._reader.read_into(first, self._reader.mapped(first))
-        except OSError as error:
-            logger.info("experts are copied, as files cannot be mapped: %s", error)
-            return False
-        return True
-
-    def changed_file(self) -> Path | None:
-        """Return a file that was changed whose experts are used in the page cache, or None."""
-        return self._reader.changed_file()
-
-    def map_apart(self) -> None:
-        """Use experts in the page cache even where their parts lie apart."""
-        for recipes in self.recipes:
-            recipes.lie_apart(self._num_experts)
-
-    def _some_mappable(self) -> Extent | None:
-        """A part of an expert of a layer that can be mapped, if such layers have enough bytes."""
-        num_bytes = 0
-        for recipes in self.recipes:
-            if recipes.num_mappable(self._num_experts):
-                num_bytes += self._num_experts * recipes.bytes_per_expert()
-                if num_bytes >= MIN_MAPPED_BYTES:
-                    return recipes.recipes[0].extents(0)[0]
-        return None
-
-    def close(self) -> None:
-        """Close the files."""
-        self._reader.close()

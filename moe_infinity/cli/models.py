@@ -23,7 +23,7 @@ from moe_infinity.predict.history import check_place
 from moe_infinity.predict.predictor import check_policy
 
 if TYPE_CHECKING:
-    from moe_infinity.hub import Download
+    from moe_infinity.cli.hub import Download
     from moe_infinity.model import MoE
 
 
@@ -45,7 +45,7 @@ def pull(
 
     After an interruption, the same command goes on.
     """
-    from moe_infinity.hub import find_download
+    from moe_infinity.cli.hub import find_download
 
     download = find_download(model, include=include or (), revision=revision)
     here = download.bytes_here()
@@ -104,7 +104,7 @@ def ensure_here(model: str, *, yes: bool) -> str:
             "hint: check the spelling of a folder; a hub id is downloaded by "
             f"`moe-infinity pull {model}`, or by --yes with this command"
         )
-    from moe_infinity.hub import find_download
+    from moe_infinity.cli.hub import find_download
 
     download = find_download(model)
     download.require_room()

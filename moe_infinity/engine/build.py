@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from moe_infinity.architectures.early_router import EarlyRouter
 from moe_infinity.cache.policies import ACTIVATION_AWARE, make_policy
-from moe_infinity.checkpoint.layer_recipes import ExpertLoader
+from moe_infinity.checkpoint.expert_loader import ExpertLoader
 from moe_infinity.checkpoint.plan import Plan
 from moe_infinity.checkpoint.reader import Reader
 from moe_infinity.config import OffloadConfig
@@ -43,13 +43,15 @@ def build_experts(
     local_LE: NDArray[np.bool_] | None = None,  # which experts are computed here; None: all
 ) -> LocalExperts:
     """Build the experts of this process. Raises ConfigError for budgets that do not fit."""
-    loader = ExpertLoader(plan.recipes, reader, plan.layers[0].num_experts)
+    loader = ExpertLoader(plan.recipes, reader, [layer.num_experts for layer in plan.layers])
     memory = ProcessMemory(config.memory_bytes)
     free_bytes = free_for_experts(memory, plan, computes_here=device_slots is None)
     bookkeeping = _bookkeeping(plan, loader, config, device_slots, local_LE, free_bytes)
     is_mapped = isinstance(bookkeeping.tiers[-1].slots, MappedSlots)
     if is_mapped:
         loader.map_apart()
+    elif device_slots is None and not config.is_exact:
+        loader.lie_in_blocks()
     path = _layer_path(plan, config, bookkeeping, early_router)
     ways = " or ".join(sorted({computer.how for computer in path.computers}))
     description = f"{plan.packing or 'as stored'}, {ways}"
@@ -103,7 +105,8 @@ def _bookkeeping(
     predictor = None
     if config.policy == ACTIVATION_AWARE:
         predictor = Predictor(len(keys), num_experts, without=config.without)
-    layer_slot_bytes = [recipes.layout.slot_bytes for recipes in plan.recipes]
+    in_blocks = device_slots is None and not config.is_exact
+    layer_slot_bytes = [recipes.slot_bytes(in_blocks=in_blocks) for recipes in plan.recipes]
     tiers = make_tiers(
         config,
         device_slots,

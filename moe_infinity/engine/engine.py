@@ -22,7 +22,7 @@ import numpy as np
 from torch import Tensor
 
 from moe_infinity.architectures.adapters import ExpertCalls
-from moe_infinity.checkpoint.layer_recipes import ExpertLoader
+from moe_infinity.checkpoint.expert_loader import ExpertLoader
 from moe_infinity.engine.bookkeeping import Bookkeeping
 from moe_infinity.engine.compute import Work
 from moe_infinity.engine.layer import BEFORE_THE_FIRST, LayerPath, OngoingStep

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from moe_infinity.architectures.adapters import ExpertCalls
 from moe_infinity.architectures.trial import FellBack, Found, Verdict
-from moe_infinity.checkpoint.layer_recipes import ExpertLoader
+from moe_infinity.checkpoint.expert_loader import ExpertLoader
 from moe_infinity.checkpoint.plan import Plan
 from moe_infinity.config import OffloadConfig
 from moe_infinity.engine.engine import LocalExperts, anonymous_step

@@ -18,7 +18,7 @@ import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from moe_infinity.cli import terminal
-from moe_infinity.hub import find_download
+from moe_infinity.cli.hub import find_download
 from tests.fake_hub import FakeHub
 
 pytestmark = pytest.mark.timeout(60)

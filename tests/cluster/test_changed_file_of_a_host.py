@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from moe_infinity.checkpoint import layer_recipes
+from moe_infinity.checkpoint import expert_loader
 from moe_infinity.cluster.expert_host import ExpertHost
 from moe_infinity.cluster.share import Share
 from moe_infinity.cluster.steps import LayerRouting, RowsRequest
@@ -22,7 +22,7 @@ from moe_infinity.memory.slots import MappedSlots
 def test_what_was_computed_while_the_file_was_shortened_is_no_answer(
     tiny_checkpoint, copy_of, monkeypatch
 ):
-    monkeypatch.setattr(layer_recipes, "MIN_MAPPED_BYTES", 0)
+    monkeypatch.setattr(expert_loader, "MIN_MAPPED_BYTES", 0)
     folder = copy_of(tiny_checkpoint)
     file = folder / "model.safetensors"
     whole = file.read_bytes()

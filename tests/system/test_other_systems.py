@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from moe_infinity import CheckpointError, ConfigError
-from moe_infinity.checkpoint import files, layer_recipes
+from moe_infinity.checkpoint import expert_loader, files
 from moe_infinity.checkpoint.reader import Reader
 from moe_infinity.system import process_limits
 from moe_infinity.system.files import locked, open_to_read
@@ -41,7 +41,7 @@ CONTENT = random.Random(0).randbytes(100_003)  # ends within a block
 @pytest.fixture(autouse=True)
 def small_files_are_treated_as_large_ones(monkeypatch):
     monkeypatch.setattr(files, "SMALL_FILE_BYTES", 0)
-    monkeypatch.setattr(layer_recipes, "MIN_MAPPED_BYTES", 0)
+    monkeypatch.setattr(expert_loader, "MIN_MAPPED_BYTES", 0)
 
 
 @pytest.fixture

@@ -15,9 +15,9 @@ from threading import Event
 import huggingface_hub.constants
 import pytest
 
-import moe_infinity.hub
+import moe_infinity.cli.hub
+from moe_infinity.cli.hub import Download, find_download
 from moe_infinity.errors import ConfigError, DownloadError, UnsupportedModelError
-from moe_infinity.hub import Download, find_download
 from moe_infinity.local import find_local
 from tests.fake_hub import FakeHub
 
@@ -174,7 +174,7 @@ def test_two_processes_at_once_download_a_file_once(repo, hub, tmp_path):
     hub.faults.cut_at = CHUNK
     hub.faults.num_cuts = 1
     hub.faults.resumes = Event()
-    code = "from moe_infinity.hub import find_download; find_download('some/model').run()"
+    code = "from moe_infinity.cli.hub import find_download; find_download('some/model').run()"
     command = [sys.executable, "-c", code]
     environment = hub.environment(tmp_path / "both")
     with (
@@ -207,7 +207,7 @@ def test_a_disk_that_becomes_full_is_named(repo, monkeypatch):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     repo("model.safetensors", num_bytes=1000)
-    monkeypatch.setattr(moe_infinity.hub, "hf_hub_download", refuse)
+    monkeypatch.setattr(moe_infinity.cli.hub, "hf_hub_download", refuse)
     with pytest.raises(
         DownloadError, match="the disk is full\nhint: make room; the same command goes on"
     ):
