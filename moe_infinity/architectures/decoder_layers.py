@@ -142,7 +142,7 @@ class DecoderLayer:
         return self._with_block(hidden_states, cache_layer, kwargs)
 
     def _with_block(self, x: Tensor, cache_layer: Any, kwargs: dict[str, Any]) -> Tensor:
-        """Compute by the kernel up to the experts, and then by the model's block of experts."""
+        """Compute by the kernel up to the experts, and then by these or the model's block of them."""
         cached = Cached(*with_room(cache_layer))
         angles = self.angles.of(kwargs["position_embeddings"])
         mask = self.angles.mask_of(kwargs.get("attention_mask"), cached.keys.shape[2])
@@ -151,11 +151,20 @@ class DecoderLayer:
         residual = attended.residual[:, None]
         if self._early_router is not None:
             self._early_router.note_residual(residual)
+        return residual + self._after_attention(attended)
+
+    def _after_attention(self, attended: Attended) -> Tensor:
+        """[B, 1, D]: what the block of experts adds. Its own code runs unless it is no more than
+        the router, whose choice is known, and experts.
+        """
         if self._router is not None:
+            if self._experts is not None and self._change_of_block() is None:
+                _, normed, _, top_k_index_BK, top_k_weights_BK = attended
+                return self._experts(normed, top_k_index_BK, top_k_weights_BK)[:, None]
             self._router.expect(attended)
         out = self._block(attended.normed[:, None])
         added: Tensor = out[0] if isinstance(out, tuple) else out
-        return residual + added
+        return added
 
     def cache_layer(self, x: Tensor, kwargs: dict[str, Any]) -> Any | None:
         """Return the layer's part of the cache; None for arguments that kernels do not know."""
