@@ -142,7 +142,7 @@ class DecoderLayer:
         return self._with_block(hidden_states, cache_layer, kwargs)
 
     def _with_block(self, x: Tensor, cache_layer: Any, kwargs: dict[str, Any]) -> Tensor:
-        """Compute by the kernel up to the experts, and then by these or the model's block of them."""
+        """Compute by the kernel up to the experts, then by these or the block around them."""
         cached = Cached(*with_room(cache_layer))
         angles = self.angles.of(kwargs["position_embeddings"])
         mask = self.angles.mask_of(kwargs.get("attention_mask"), cached.keys.shape[2])
