@@ -21,7 +21,8 @@ from moe_infinity.checkpoint.gguf_architectures import KNOWN
 from moe_infinity.inspection import inspect_checkpoint
 from scripts.gguf_table import GUIDE, table
 from tests.closeness import distance
-from tests.gguf_files import MODELS, WIDE, build, widen
+from tests.gguf_files import MODELS, WIDE, build, rewrite, widen
+from tests.kernels.stored_weights import ggml_blocks
 from tools.convert_to_gguf import ARCHITECTURES, convert
 
 DEMO = Path(__file__).parent.parent / "models" / "demo"
@@ -93,6 +94,25 @@ def test_packed_weights_compute_what_gguf_unpacks_them_to(name, wanted, tmp_path
     expected = logits_of(widen(file, tmp_path / "wide.gguf"), config_from=config)
     for exact in (True, False):
         assert distance(logits_of(file, config_from=config, exact=exact), expected) < TOLERANCE
+
+
+@pytest.mark.arithmetic
+def test_experts_that_gguf_cannot_write_compute_what_it_unpacks_them_to(tmp_path):
+    """Random blocks: IQ2_XXS and IQ3_S beside each other, as in llama.cpp's mixes."""
+    torch.manual_seed(0)
+    folder = build("qwen3_moe", tmp_path / "model", **WIDE)
+    experts = {}
+    for tensor in gguf.GGUFReader(converted(folder, "q8_0")).tensors:
+        if "_exps" in tensor.name:
+            name = "iq3_s" if "down" in tensor.name else "iq2_xxs"
+            columns, rows, count = map(int, tensor.shape)
+            values = ggml_blocks(name, count * rows, columns).view(count, rows, -1).numpy()
+            experts[tensor.name] = values, gguf.GGMLQuantizationType[name.upper()]
+    file = rewrite(folder / "q8_0.gguf", tmp_path / "iq.gguf", {}, **experts)
+    expected = logits_of(widen(file, tmp_path / "wide.gguf"))
+    assert distance(logits_of(file), expected) < TOLERANCE
+    with MoE(file, device="cpu") as moe:
+        assert moe.report().experts.endswith("read by kernels")
 
 
 @pytest.mark.parametrize("wanted", ["q8_0", "q4_k_m", "mxfp4"])

@@ -16,6 +16,8 @@ from moe_infinity.layout import PLAIN, WORDS, WeightLayout
 HALVES = {  # where a block of GGML's has its float16 numbers
     "q8_0": (0,), "q4_0": (0,), "q4_1": (0, 2), "q5_0": (0,), "q5_1": (0, 2), "q2_k": (80, 82),
     "q3_k": (108,), "q4_k": (0, 2), "q5_k": (0, 2), "q6_k": (208,), "iq4_nl": (0,), "iq4_xs": (0,),
+    "mxfp4": (), "nvfp4": (), "tq2_0": (64,), "iq1_s": (0,), "iq1_m": (), "iq2_xxs": (0,),
+    "iq2_xs": (0,), "iq2_s": (0,), "iq3_xxs": (0,), "iq3_s": (0,),
 }  # fmt: skip
 
 
@@ -109,7 +111,9 @@ def ggml_blocks(name: str, rows: int, columns: int) -> Tensor:
     blocks = torch.randint(0, 256, (rows, columns // num_weights, num_bytes), dtype=torch.uint8)
     if name == "mxfp4":
         blocks[..., 0] = torch.randint(112, 122, blocks.shape[:2]).to(torch.uint8)
-    for offset in HALVES.get(name, ()):
+    if name == "iq1_m":  # the upper bits of a float16, the rest of which is in other bytes
+        blocks[..., 55] = blocks[..., 55] & 0x0F | 0x20
+    for offset in HALVES[name]:
         scales = (torch.rand(*blocks.shape[:2], 1) + 0.1) / 100
         blocks[..., offset : offset + 2] = scales.half().view(torch.uint8)
     return blocks.view(rows, -1)

@@ -28,6 +28,7 @@ from moe_infinity.kernels.cpu.vectors import (
     LANES,
     all_lanes,
     from_exponent,
+    from_float8,
     from_half,
     joined,
     load,
@@ -54,6 +55,12 @@ class BlockStep(NamedTuple):
     minima: Any = None  # multiplies the sums of x
 
 
+# What values lack that are neighbouring bytes of words, masked without a shift. Where the last byte
+# may be 128 or more, it is shifted.
+MASKED = (1.0, 2.0**-8, 2.0**-16, 2.0**-24)
+LAST_SHIFTED = (1.0, 2.0**-8, 2.0**-16, 1.0)
+
+
 class BlockKind(NamedTuple):
     """Decodes a step of one kind, and says how x has to be arranged for that."""
 
@@ -63,7 +70,7 @@ class BlockKind(NamedTuple):
     sum_lanes: tuple[int, ...] = ()  # the lanes of `minima` that count
     times: float = 0.0  # what is multiplied with their sums
     left_out: float = 1.0  # a factor of all values
-    is_wide: bool = False  # values may be 128 or more
+    lacking: tuple[float, ...] = MASKED  # factors of neighbouring vectors, over and over
 
     def columns(self, num_vectors: int) -> NDArray[np.int64]:
         """[vectors, LANES]: where in a step the column of a lane is. `order` has a shape of these
@@ -76,10 +83,8 @@ class BlockKind(NamedTuple):
         return count.reshape(num_vectors, LANES)
 
     def units(self, num_vectors: int) -> NDArray[np.float32]:
-        """The factor that the values of each vector lack, as bytes are masked without a shift."""
-        of_bytes = [256.0**-byte for byte in range(3)] + [1.0 if self.is_wide else 256.0**-3]
-        units = np.tile(of_bytes, num_vectors // 4) if self.order[0] else np.ones(num_vectors)
-        return np.asarray(units * self.left_out, np.float32)
+        """The factor that the values of each vector lack."""
+        return np.asarray(np.resize(self.lacking, num_vectors) * self.left_out, np.float32)
 
     def sums(self) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
         """The first of the columns that each lane sums, and its factor; 0 for other lanes."""
@@ -221,6 +226,13 @@ def _q2_k(b: Any, num_vectors: int, at: Any) -> BlockStep:
     return BlockStep(_by_two_bits(b, scales, values), minima)
 
 
+def _tq2_0(b: Any, num_vectors: int, at: Any) -> BlockStep:
+    words = load(b, at, 0, I32)
+    scale = _halves(b, at, 64, 1)
+    values = (_field(b, words, 2 * place, 3) for place in range(4))
+    return BlockStep(_by_two_bits(b, scale, values), scale)
+
+
 def _by_two_bits(b: Any, scales: Any, values: Iterable[Any]) -> Iterator[Segment]:
     for place, value in enumerate(values):
         scale = pick(b, scales, [2 * place + k + lane // 4 for k in (0, 8) for lane in range(8)])
@@ -325,6 +337,17 @@ def _mxfp4(b: Any, num_vectors: int, at: Any) -> BlockStep:
     return BlockStep([Segment(scale, _bytes(b, *values))], scale)
 
 
+def _nvfp4(b: Any, num_vectors: int, at: Any) -> BlockStep:
+    """Two blocks of 64 weights. Sixteen have a float8 whose sign does not count; 0x7F is 0."""
+    bits = joined(b, [load(b, at, k, I8, 4) for k in (0, 36)])
+    is_number = b.icmp_signed("!=", bits, all_lanes(I8, 0x7F, 8))
+    bits = b.select(is_number, b.and_(bits, all_lanes(I8, 0x7F, 8)), bits.type(None))
+    scale = spread(b, from_float8(b, bits))
+    words = joined(b, [load(b, at, k, I32, 8) for k in (4, 40)])
+    values = (look_up(b, MXFP4, _field(b, words, shift, 15)) for shift in (0, 4))
+    return BlockStep([Segment(scale, _bytes(b, *values))], scale)
+
+
 def _iq4_xs(b: Any, num_vectors: int, at: Any) -> BlockStep:
     """Eight scales, in lanes 0 to 7 and again in the others."""
     eight = [*range(8)] * 2
@@ -352,21 +375,24 @@ TWO_BITS = (2, 4, 8, 4), (1, 3, 0, 2)  # halves, pairs of bits, words, bytes
 PAIRS = (2, 2, 2, 8, 4), (0, 2, 4, 1, 3)  # halves, runs of 32 bytes, nibbles, words, bytes
 WHOLE = (4, 16, 4), (0, 2, 1)  # nibbles of 64 bytes, words, bytes
 FOURS = (-1, 4, 2, 4, 4), (0, 2, 4, 1, 3)  # halves, blocks, nibbles, words, bytes
+SIXTEENS = (8, 2, 2, 4), (1, 3, 0, 2)  # runs of 8 bytes, nibbles, words, bytes
 ALL = tuple(range(LANES))
 OF_BLOCKS = (0, 4, 8, 12)  # the first lane of each
 
 BLOCK_KINDS = {
-    "q8_0": BlockKind(_q8_0),
+    "q8_0": BlockKind(_q8_0, lacking=(1.0,)),
     "q4_0": BlockKind(_q4_0, FOURS, 32, OF_BLOCKS, -8),
     "q4_1": BlockKind(_q4_1, FOURS, 32, OF_BLOCKS, 1),
     "q5_0": BlockKind(_q5_0, FOURS, 32, OF_BLOCKS, -16),
     "q5_1": BlockKind(_q5_1, FOURS, 32, OF_BLOCKS, 1),
     "q2_k": BlockKind(_q2_k, TWO_BITS, 16, ALL, -1),
+    "tq2_0": BlockKind(_tq2_0, TWO_BITS, 16, ALL, -1),
     "q3_k": BlockKind(_q3_k, TWO_BITS, 16, ALL, -4),
     "q4_k": BlockKind(_q4_k, PAIRS, 32, ALL[8:], -1),
     "q5_k": BlockKind(_q5_k, PAIRS, 32, ALL[8:], -1),
     "q6_k": BlockKind(_q6_k, WHOLE, 16, ALL, -32),
-    "iq4_nl": BlockKind(_iq4_nl, FOURS, 32, OF_BLOCKS, -127, is_wide=True),
-    "iq4_xs": BlockKind(_iq4_xs, FOURS, 32, ALL[:8], -127, is_wide=True),
+    "iq4_nl": BlockKind(_iq4_nl, FOURS, 32, OF_BLOCKS, -127, lacking=LAST_SHIFTED),
+    "iq4_xs": BlockKind(_iq4_xs, FOURS, 32, ALL[:8], -127, lacking=LAST_SHIFTED),
     "ggml_mxfp4": BlockKind(_mxfp4, FOURS, 32, OF_BLOCKS, -12, left_out=0.5),
+    "ggml_nvfp4": BlockKind(_nvfp4, SIXTEENS, 16, ALL[::2], -12, left_out=0.5),
 }

@@ -6,8 +6,8 @@ A step is `num_vectors` vectors of LANES columns. For WORDS, which are stored co
 step is a group. The last step of a row may overlap the one before.
 
 A kernel of the CPU needs a loader and the WeightLayout. Kinds that are stored column by column are
-read by words.py instead, those whose scales lie among the values by blocks.py. A loader may leave
-out a factor that all values share: x is multiplied by it instead.
+read by words.py instead, those whose scales lie among the values by blocks.py and grids.py. A
+loader may leave out a factor that all values share: x is multiplied by it instead.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import numpy as np
 
 from moe_infinity.experts import DTYPE_BYTES
 from moe_infinity.kernels.cpu.blocks import BLOCK_KINDS, BlockKind
+from moe_infinity.kernels.cpu.grids import GRID_KINDS
 from moe_infinity.kernels.cpu.vectors import (
     F32,
     FLOATS,
@@ -99,10 +100,9 @@ def _none(b: Any, num_vectors: int, at: Any) -> Iterator[Any]:
     raise AssertionError("words.py or blocks.py has the inner loop of this kind")
 
 
-def _block_loader(kind: str) -> ValueLoader:
+def _block_loader(kind: str, blocks: BlockKind) -> ValueLoader:
     num_weights, num_bytes = BLOCKS[kind.removeprefix("ggml_")]
     num_vectors = (8, 4, 2) if kind == "q8_0" else (max(8, num_weights // LANES),)
-    blocks = BLOCK_KINDS[kind]
     return ValueLoader(
         8 * num_bytes / num_weights, num_vectors, _none,
         subtracts_zero=blocks.sum_width > 0, blocks=blocks,
@@ -132,7 +132,7 @@ LOADERS = {
     "f16": ValueLoader(16, (4, 2, 1), _f16),
     "f32": ValueLoader(32, (4, 2, 1), _f32),
     **{kind: ValueLoader(4, (), _none, subtracts_zero=True) for kind in WORDS},
-    **{kind: _block_loader(kind) for kind in BLOCK_KINDS},
+    **{kind: _block_loader(kind, blocks) for kind, blocks in (BLOCK_KINDS | GRID_KINDS).items()},
 }
 
 

@@ -37,13 +37,13 @@ KINDS = [
     "pairs",
     "nvfp4",
     "nvfp4_divided",
-    *(f"ggml {name}" for name in (*HALVES, "mxfp4")),
+    *(f"ggml {name}" for name in HALVES),
 ]
 # Each kind is compiled anew. A panel is decoded by the loaders of test_blocks.py and
 # test_experts.py, where the fast suite has every kind; here it has one of each way to scale.
 FAST = (
     "f32", "bf16", "int4 32", "int4 zeros 32", "int4 None", "fp8 blocks", "mxfp4", "nvfp4_divided",
-    "ggml q8_0", "ggml q6_k",
+    "ggml q8_0", "ggml q6_k", "ggml iq1_s",
 )  # fmt: skip
 EVERY_KIND = [pytest.param(kind, marks=() if kind in FAST else pytest.mark.slow) for kind in KINDS]
 EPS = {dtype: torch.finfo(dtype).eps for dtype in (torch.float32, torch.bfloat16)}
