@@ -71,6 +71,7 @@ class BlockKind(NamedTuple):
     times: float = 0.0  # what is multiplied with their sums
     left_out: float = 1.0  # a factor of all values
     lacking: tuple[float, ...] = MASKED  # factors of neighbouring vectors, over and over
+    rows: int = 1  # at once for a single token: 1, 2 or 4
 
     def columns(self, num_vectors: int) -> NDArray[np.int64]:
         """[vectors, LANES]: where in a step the column of a lane is. `order` has a shape of these

@@ -122,9 +122,11 @@ def _emit_rows(loop: InnerLoop, b: Any, args: Any) -> None:
 
     height, most = largest_tile(loop)
     few = FEW if height > 1 else 0
+    blocks = loop.loader.blocks
     for tokens in range(1, few + 1):
+        rows = blocks.rows if blocks is not None and tokens == 1 else 1
         with b.if_then(b.icmp_signed("==", num_tokens, I64(tokens))):
-            emit(Tile(1, tokens), I64(0))
+            emit(Tile(rows, tokens), I64(0))
     with b.if_then(b.icmp_signed(">", num_tokens, I64(few))):
         rest = b.urem(num_tokens, I64(most))
         whole = b.sub(num_tokens, rest)

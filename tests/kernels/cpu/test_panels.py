@@ -19,6 +19,7 @@ from moe_infinity.kernels.cpu.experts import fused_experts
 from moe_infinity.kernels.cpu.linear import FusedLinear, fused_linear
 from moe_infinity.kernels.many_rows import MOST_TOKENS, RowPath
 from moe_infinity.kernels.reference import Activation
+from moe_infinity.kernels.unpack import BLOCKS
 from moe_infinity.layout import PLAIN, PackedWeight
 from tests.kernels.stored_weights import HALVES, StoredExperts, layout_of, make_weight
 
@@ -133,7 +134,8 @@ def test_columns_that_do_not_fill_panels_are_left_to_other_kernels(no_bfloat16):
 @pytest.mark.parametrize("kind", EVERY_KIND)
 @pytest.mark.parametrize(("rows", "columns"), [(37, 512), (5, 480)])
 def test_widening_gives_the_unpacked_weight_rounded_once(kind, rows, columns):
-    if ("_k" in kind or "xs" in kind or "64" in kind) and columns % 256:
+    num_weights = BLOCKS[kind[5:]][0] if kind.startswith("ggml") else 64 if "64" in kind else 32
+    if columns % num_weights:
         columns = 768
     weight, wide = stored(kind, rows, columns)
     widening = widened.Widening.of([weight.layout])
