@@ -92,7 +92,8 @@ class Signs(NamedTuple):
             starts = [EIGHT * (index % 4) for index in (first, second)]
             shifts = [31 - bit for start in starts for bit in self.bits[start : start + EIGHT]]
             yield b.and_(b.shl(words, ir.Constant(words.type, shifts)), all_lanes(I32, 1 << 31))
-            first, second = first + 1, second + 1
+            first += 1
+            second += 1
 
 
 def _step(b: Any, table: Table, scales: Any, signs: Signs | None, minima: Any = None) -> BlockStep:
