@@ -275,7 +275,7 @@ BY_16 = (8, 2, 2, 8), (0, 2, 1, 3)
 FOR_32 = tuple(range(8))  # the lane of each
 
 # Rows that are decoded together share what is loaded of x, and their instructions wait for each
-# other less: with AVX2, IQ1 takes 0.7 times as long with four, IQ2 and IQ3 0.85 times with two.
+# other less: with AVX2, IQ1 takes 0.75 times as long with four, IQ2 and IQ3 0.9 times with two.
 _by_table = partial(BlockKind, lacking=(1.0,), rows=2)
 
 GRID_KINDS = {
