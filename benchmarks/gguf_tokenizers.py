@@ -62,7 +62,7 @@ def write_vocabulary(original: Path, pre: str, out: Path) -> Path:
 
 
 def read_vocabulary(file: Path) -> Any:
-    return tokenizer_of(GgufModel([file], read_gguf_header(file).metadata, {}, 0))
+    return tokenizer_of(GgufModel([file], read_gguf_header(file).metadata, {}, {}, 0))
 
 
 def llama_ids(python: str, file: Path, texts: list[str]) -> list[list[int]]:

@@ -30,7 +30,7 @@ TOKENIZERS = {
     "lfm2moe": ("lfm2",), "llama": ("llama",), "llama4": ("llama4",),
     "minimax-m2": ("minimax-m2",), "nemotron_h_moe": ("pixtral",), "olmoe": ("olmo",),
     "phimoe": ("llama",), "qwen2moe": ("qwen2",), "qwen35moe": ("qwen35",),
-    "qwen3moe": ("qwen2",), "qwen3next": ("qwen2",),
+    "qwen3moe": ("qwen2",), "qwen3next": ("qwen2",), "qwen4exp": ("qwen35",),
 }  # fmt: skip
 
 

@@ -81,6 +81,20 @@ MODELS: dict[str, dict[str, Any]] = {
             "mrope_section": [2, 1, 1],
         },
     },
+    "qwen4_exp_text": {
+        "num_experts": 8, "moe_intermediate_size": 96, "shared_expert_intermediate_size": 64,
+        "num_hidden_layers": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 6,
+        "linear_key_head_dim": 16, "linear_value_head_dim": 16, "output_gate_type": "sigmoid",
+        "hc_count": 3, "hc_lowrank": 24, "eos_token_id": 7, "ple_layer_ids": [2],
+        "ple_embed_dim": 64, "ngram_vocab_size_base": 50, "heads_per_ngram": 2, "seed": 5,
+        "make_ngram_vocab_size_divisible_by": 32, "split_ngram_parts": 2,
+        "indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 16,
+        "indexer_budget": 48, "indexer_compress_ratio": 4,
+        "rope_parameters": {
+            "rope_type": "default", "rope_theta": 5000.0, "partial_rotary_factor": 0.5,
+            "mrope_section": [2, 1, 1],
+        },
+    },
     "gemma4_text": {
         "num_experts": 8, "top_k_experts": 3, "moe_intermediate_size": 96,
         "enable_moe_block": True, "num_hidden_layers": 6,

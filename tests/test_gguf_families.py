@@ -30,7 +30,10 @@ from tools.convert_to_gguf import convert
 
 pytestmark = pytest.mark.arithmetic
 
-FAMILIES = ("qwen3_5_moe_text", "gemma4_text", "lfm2_moe", "granitemoehybrid", "nemotron_h")
+FAMILIES = (
+    "qwen3_5_moe_text", "qwen4_exp_text", "gemma4_text", "lfm2_moe", "granitemoehybrid",
+    "nemotron_h",
+)  # fmt: skip
 # By model, what of the config is another for llama.cpp, which computes it in one way only.
 ROPE = {"rope_type": "default", "rope_theta": 5000.0}
 YARN = MODELS["gpt_oss"]["rope_parameters"]
@@ -43,7 +46,7 @@ FOR_LLAMA_CPP = {
     },
 }
 UNLIKE_LLAMA_CPP = ("phimoe",)  # docs/gguf.md says why
-ALONE = ("deepseek_v32", "glm_moe_dsa")  # whose caches the server cannot put together
+ALONE = ("deepseek_v32", "glm_moe_dsa", "qwen4_exp_text")  # whose caches the server cannot join
 WITHOUT_PREFIXES = (*ALONE, "jamba")
 CACHES = ("gpt_oss", "granitemoehybrid", "deepseek_v3")  # with a window, recurrent, latent
 LLAMA_PYTHON = os.environ.get("MOE_INFINITY_LLAMA_PYTHON")

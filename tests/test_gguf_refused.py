@@ -11,7 +11,7 @@ from moe_infinity import CheckpointError, MoE, UnsupportedModelError
 from moe_infinity.checkpoint.gguf_config import config_of
 from moe_infinity.checkpoint.gguf_file import read_gguf
 from moe_infinity.inspection import inspect_checkpoint
-from tests.gguf_files import Tensor, build, header, number, text
+from tests.gguf_files import Tensor, build, header, number, rewrite, text
 from tools.convert_to_gguf import convert
 
 
@@ -133,3 +133,12 @@ def test_positions_scaled_by_a_tensor_need_a_config(small, tmp_path):
     )
     with pytest.raises(UnsupportedModelError, match="--config"):
         MoE(file)
+
+
+def test_a_table_of_n_grams_that_cannot_be_is_refused_before_its_primes_are_looked_for(tmp_path):
+    folder = build("qwen4_exp_text", tmp_path / "model")
+    convert(folder, folder / "f32.gguf", "f32")
+    for key, value in (("head_vocab_sizes", [1 << 30] * 4), ("layers", [-1]), ("layers", [1.5])):
+        file = rewrite(folder / "f32.gguf", tmp_path / "m.gguf", {f"qwen4exp.ple.{key}": value})
+        with pytest.raises(CheckpointError, match="sizes of the table of n-grams"):
+            MoE(file)

@@ -30,7 +30,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))  # if this is run as a
 
 from tools.gguf_blocks import K_QUANTS, RandomBlocks
 from tools.gguf_changes import NAMES, changed
-from tools.gguf_metadata import as_written, more_metadata, more_tensors
+from tools.gguf_metadata import WIDE_KEYS, as_written, more_metadata, more_tensors
 from tools.gguf_types import MIXES, Shape, types_of
 from tools.vocabulary_to_gguf import read_tokenizer
 
@@ -46,11 +46,12 @@ ARCHITECTURES = {
     "glm_moe_dsa": "glm-dsa", "glm4_moe_lite": "deepseek2", "solar_open": "glm4moe",
     "cohere2_moe": "cohere2moe", "deepseek_v32": "deepseek32", "hy_v3": "hy_v3",
     "laguna": "laguna", "mellum": "mellum", "mimo_v2_flash": "mimo2",
+    "qwen4_exp_text": "qwen4exp",
 }  # fmt: skip
 # Of what the gguf package does not know: one that it knows, with the same names.
 NAMED_AS = {
     "cohere2moe": "bailingmoe", "deepseek32": "glm-dsa", "hy_v3": "dots1", "laguna": "step35",
-    "mellum": "qwen3moe",
+    "mellum": "qwen3moe", "qwen4exp": "qwen35moe",
 }  # fmt: skip
 EXPERT = re.compile(r"(?:model|backbone)\.layers\.(\d+)\..*experts\.(\d+)\.(\w+)\.weight")
 LEAVES = {
@@ -61,8 +62,10 @@ REORDERED = ("llama", "granitemoe")  # rows of q and k
 # Whose weights gguf_changes.py knows.
 CHANGED = (
     "afmoe", "gemma4", "granitehybrid", "jamba", "kimi-linear", "laguna", "lfm2moe",
-    "nemotron_h_moe", "qwen3next", "qwen35moe",
+    "nemotron_h_moe", "qwen3next", "qwen35moe", "qwen4exp",
 )  # fmt: skip
+# Of whole numbers, by the end of their names: they are metadata of the file.
+CONSTANTS = ("layer_multipliers", "ngram_heads_offsets", "ngram_heads_vocab_sizes")
 RANDOM_SIZE = 0.02  # of weights that no quantizer makes
 
 
@@ -96,7 +99,13 @@ class Converter:
 
     def targets(self) -> Iterator[Target]:
         stacks: dict[str, list[tuple[int, str]]] = {}
+        shards = [name for name in self._names if ".ngram_embedding.shard_" in name]
+        if shards:
+            in_order = sorted(shards, key=lambda name: int(name.split("shard_")[1].split(".")[0]))
+            yield Target("per_layer_token_embd.weight", in_order, torch.cat)
         for name in self._names:
+            if name in shards or name.endswith(CONSTANTS):
+                continue
             if match := EXPERT.fullmatch(name):
                 stack = f"blk.{match[1]}.ffn_{LEAVES[match[3]]}_exps.weight"
                 stacks.setdefault(stack, []).append((int(match[2]), name))
@@ -112,7 +121,11 @@ class Converter:
         block = f"blk.{number[1]}" if number else ""
         leaf = next((leaf for end, leaf in NAMES.items() if name.endswith(end)), None)
         if self.architecture in CHANGED and leaf is not None:
-            yield Target(f"{block}.{leaf}", [name], self._changed(name))
+            yield Target(f"{block}.{leaf}".lstrip("."), [name], self._changed(name))
+        elif name.endswith("index_qk_proj.weight"):
+            rows = self._config["indexer_head_dim"] * self._config["indexer_n_heads"]
+            yield Target(f"{block}.indexer.q_proj.weight", [name], lambda t: t[0][:rows])
+            yield Target(f"{block}.indexer.k_proj.weight", [name], lambda t: t[0][rows:])
         elif name.endswith(("experts.gate_up_proj", "experts.gate_up_proj_bias")):
             suffix = "bias" if name.endswith("_bias") else "weight"
             for place, leaf in enumerate(("gate", "up")):
@@ -213,6 +226,12 @@ class Checkpoint:
         found = [self._file_of[source].get_tensor(source) for source in target.sources]
         return target.make(found).contiguous()
 
+    def constants(self) -> dict[str, list[int]]:
+        """Those of CONSTANTS that the checkpoint has, without the layer."""
+        names = [name for name in self._file_of if name.endswith(CONSTANTS)]
+        tensors = {name.split(".")[-1]: self._file_of[name].get_tensor(name) for name in names}
+        return {name: tensor.tolist() for name, tensor in tensors.items()}
+
     def shape(self, target: Target) -> tuple[int, ...]:
         """Without reading: of tensors without values."""
         slices = [self._file_of[source].get_slice(source) for source in target.sources]
@@ -293,7 +312,8 @@ def write_tokenizer(writer: gguf.GGUFWriter, folder: Path, config: dict[str, Any
 
 def add_all(writer: gguf.GGUFWriter, metadata: dict[str, Any]) -> None:
     for key, value in metadata.items():
-        writer.add_key_value(key, value, value_type(value))
+        of_array = gguf.GGUFValueType.UINT64 if key.endswith(WIDE_KEYS) else None
+        writer.add_key_value(key, value, value_type(value), of_array)
 
 
 def value_type(value: Any) -> gguf.GGUFValueType:
@@ -340,7 +360,7 @@ def convert(folder: Path, out: Path, wanted: str, *, split: int = 0) -> None:
     shapes = {target.name: checkpoint.shape(target) for target in targets}
     kinds = types_of(shapes, wanted)
     stored = {name: (shape, kinds[name]) for name, shape in shapes.items()}
-    writer = begin_file(out, config, folder, stored, split=split)
+    writer = begin_file(out, config | checkpoint.constants(), folder, stored, split=split)
     for target in targets:
         writer.write_tensor_data(quantized(checkpoint.read(target), kinds[target.name]))
     writer.close()

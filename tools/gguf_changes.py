@@ -16,6 +16,22 @@ NAMES = {
     ".router.scale": "ffn_gate_inp.scale", ".router.per_expert_scale": "ffn_down_exps.scale",
     ".layer_scalar": "layer_output_scale.weight", "experts.gate_up_proj": "ffn_gate_up_exps.weight",
     "experts.down_proj": "ffn_down_exps.weight",
+    ".indexer.q_layernorm.weight": "indexer.q_norm.weight",
+    ".indexer.k_layernorm.weight": "indexer.k_norm.weight",
+    ".ple.key_proj.weight": "ple_key.weight", ".ple.value_proj.weight": "ple_value.weight",
+    ".ple.norm_key.weight": "ple_norm_key.weight", ".ple.conv1d.weight": "ple_conv1d.weight",
+    ".ple.norm_query.weight": "ple_norm_query.weight",
+    ".ple.norm_conv.weight": "ple_norm_conv.weight",
+} | {
+    f"{module}.{name}.weight": f"{place}_{leaf}.weight"
+    for module, place in (
+        (".attn_hyper_connection", "hc_attn"), (".mlp_hyper_connection", "hc_ffn"),
+        (".hyper_connection_mixer", "output_hc"),
+    )
+    for name, leaf in (
+        ("hc_norm", "norm"), ("input_mix_weight_down", "down"), ("input_mix_weight_up", "up"),
+        ("block_inject_weight", "inject"),
+    )
 }  # fmt: skip
 
 
@@ -23,7 +39,7 @@ def changed(
     architecture: str, name: str, weight: torch.Tensor, config: dict[str, Any]
 ) -> torch.Tensor:
     """Return the tensor that the converter stores for a weight of the checkpoint."""
-    if architecture == "qwen35moe" and ".linear_attn." in name:
+    if architecture in ("qwen35moe", "qwen4exp") and ".linear_attn." in name:
         weight = tiled(name, weight, config)
     if architecture == "kimi-linear" and "_conv1d." in name:
         return weight.unsqueeze(0)
@@ -31,8 +47,8 @@ def changed(
         weight = mamba(name, weight, config)
     if name.endswith(".A_log"):
         return -weight.float().exp()
-    has_shift = architecture.startswith("qwen3") and not name.endswith("linear_attn.norm.weight")
-    if has_shift and name.endswith("norm.weight"):
+    has_shift = architecture.startswith("qwen") and not name.endswith("linear_attn.norm.weight")
+    if has_shift and ("norm.weight" in name or ".ple.norm_" in name):
         return weight + 1
     return weight.squeeze(1) if "conv" in name and weight.ndim == 3 else weight
 

@@ -44,6 +44,9 @@ SIGMOID = (
 )  # fmt: skip
 
 
+WIDE_KEYS = ("ple.layer_multipliers", "ple.head_offsets", "ple.head_vocab_sizes")  # 64 bits
+
+
 def more_metadata(config: dict[str, Any]) -> dict[str, Any]:
     """The keys that the converter writes for some models only."""
     model_type = config["model_type"]
@@ -197,6 +200,28 @@ def _delta_net(config: dict[str, Any]) -> dict[str, Any]:
     } | ({"rope.dimension_sections": [*sections, 0]} if sections else {})
 
 
+def _qwen4(config: dict[str, Any]) -> dict[str, Any]:
+    is_full = [kind != "linear_attention" for kind in config["layer_types"]]
+    table = config["ple_embed_dim"] // (config["ngram_size"] - 1) // config["heads_per_ngram"]
+    return _delta_net(config) | {
+        "hyper_connection.count": config["hc_count"],
+        "hyper_connection.low_rank": config["hc_lowrank"],
+        "attention.indexer.head_count": config["indexer_n_heads"],
+        "attention.indexer.key_length": config["indexer_head_dim"],
+        "attention.indexer.top_k": config["indexer_budget"],
+        "attention.compress_ratios": [config["indexer_compress_ratio"] * full for full in is_full],
+        "embedding_length_per_layer_input": table,
+        "ple.layers": [number - 1 for number in config["ple_layer_ids"]],
+        "ple.ngram_size": config["ngram_size"],
+        "ple.heads_per_ngram": config["heads_per_ngram"],
+        "ple.conv_kernel": config["ple_conv_kernel_size"],
+        "ple.eos_token_id": config["eos_token_id"],
+        "ple.layer_multipliers": config["layer_multipliers"],
+        "ple.head_offsets": config["ngram_heads_offsets"],
+        "ple.head_vocab_sizes": config["ngram_heads_vocab_sizes"],
+    }
+
+
 def _nemotron(config: dict[str, Any]) -> dict[str, Any]:
     return {
         "attention.layer_norm_epsilon": config["layer_norm_epsilon"],
@@ -329,4 +354,5 @@ OF_MODELS = {
     "nemotron_h": _nemotron,
     "qwen3_5_moe_text": _delta_net,
     "qwen3_next": _delta_net,
+    "qwen4_exp_text": _qwen4,
 }

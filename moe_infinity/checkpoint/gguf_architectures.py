@@ -68,18 +68,59 @@ def _of_layers(gguf: GgufModel, key: str) -> list[Any]:
     return values[: gguf.num_layers]
 
 
+def _recurrent_head(gguf: GgufModel) -> int:
+    """Return the width of a head of linear attention or Mamba 2. Raises CheckpointError."""
+    heads = gguf.value("ssm.time_step_rank")
+    size = gguf.value("ssm.inner_size")
+    if not all(type(number) is int and number > 0 for number in (heads, size)):
+        raise CheckpointError(
+            f"{gguf.files[0]}: no sizes of {gguf.architecture}'s recurrent layers"
+        )
+    return int(size // heads)
+
+
+def _by_keys(gguf: GgufModel, others: str) -> dict[str, Any]:
+    """Return which layers have attention: those that have keys."""
+    heads = _of_layers(gguf, "attention.head_count_kv")
+    return {
+        "layer_types": ["full_attention" if count else others for count in heads],
+        "num_key_value_heads": max(heads),
+    }
+
+
 def _delta_net(gguf: GgufModel) -> dict[str, Any]:
     """Return which layers have linear attention, and the size of its values' heads."""
     every = gguf.value("full_attention_interval", 4)
-    heads = gguf.value("ssm.time_step_rank")
-    size = gguf.value("ssm.inner_size")
-    if not all(type(number) is int and number > 0 for number in (every, heads, size)):
-        raise CheckpointError(f"{gguf.files[0]}: no sizes of {gguf.architecture}'s linear layers")
+    if type(every) is not int or every < 1:
+        raise CheckpointError(f"{gguf.files[0]}: no interval of layers with full attention")
     is_linear = [bool((number + 1) % every) for number in range(gguf.num_layers)]
     if gguf.value("attention.recurrent_layers") is not None:
         is_linear = _of_layers(gguf, "attention.recurrent_layers")
     kinds = ["linear_attention" if linear else "full_attention" for linear in is_linear]
-    return {"layer_types": kinds, "linear_value_head_dim": size // heads}
+    return {"layer_types": kinds, "linear_value_head_dim": _recurrent_head(gguf)}
+
+
+def _qwen4(gguf: GgufModel) -> dict[str, Any]:
+    """Return the fields of linear attention, of the index, and of the table of n-grams."""
+    ratios = _of_layers(gguf, "attention.compress_ratios")
+    found = _delta_net(gguf) | {"indexer_compress_ratio": max(ratios)}
+    table = gguf.tensors.get("per_layer_token_embd.weight")
+    if table is None:
+        return found
+    lists = [gguf.value(f"ple.{key}") for key in ("head_vocab_sizes", "layers")]
+    for numbers in lists:  # of which transformers looks for primes, in a table of so many rows
+        is_list = isinstance(numbers, list) and all(type(each) is int for each in numbers)
+        if not is_list or not 0 < sum(numbers) <= table.shape[0] or min(numbers) < 0:
+            raise CheckpointError(f"{gguf.files[0]}: no sizes of the table of n-grams")
+    sizes, layers = lists
+    first = gguf.value("ple.eos_token_id")
+    return found | {
+        "ple_layer_ids": [number + 1 for number in layers],
+        "ple_embed_dim": table.shape[1] * len(sizes),
+        "ngram_vocab_size_base": min(sizes),  # a prime number: the first that is large enough
+        "make_ngram_vocab_size_divisible_by": table.shape[0],
+        "eos_token_id": [first, *(end for end in gguf.vocabulary.ends() if end != first)],
+    }
 
 
 def _gemma4(gguf: GgufModel) -> dict[str, Any]:
@@ -113,24 +154,6 @@ def _gemma4(gguf: GgufModel) -> dict[str, Any]:
     }
 
 
-def _short_convolutions(gguf: GgufModel) -> dict[str, Any]:
-    """Return which layers have attention: those that have keys."""
-    heads = _of_layers(gguf, "attention.head_count_kv")
-    return {
-        "layer_types": ["full_attention" if count else "conv" for count in heads],
-        "num_key_value_heads": max(heads),
-    }
-
-
-def _mamba_head(gguf: GgufModel) -> int:
-    """Return the width of a head of Mamba 2. Raises CheckpointError."""
-    heads = gguf.value("ssm.time_step_rank")
-    size = gguf.value("ssm.inner_size")
-    if not all(type(number) is int and number > 0 for number in (heads, size)):
-        raise CheckpointError(f"{gguf.files[0]}: no sizes of {gguf.architecture}'s Mamba layers")
-    return int(size // heads)
-
-
 def _nemotron(gguf: GgufModel) -> dict[str, Any]:
     """Return what each layer is: attention if it has keys, experts if it has their width."""
     heads = _of_layers(gguf, "attention.head_count_kv")
@@ -143,84 +166,116 @@ def _nemotron(gguf: GgufModel) -> dict[str, Any]:
     return {
         "layers_block_type": kinds,
         "num_key_value_heads": max(heads),
-        "mamba_head_dim": _mamba_head(gguf),
+        "mamba_head_dim": _recurrent_head(gguf),
         "layer_norm_epsilon": gguf.value("attention.layer_norm_rms_epsilon", epsilon),
     }
 
 
 def _granite_hybrid(gguf: GgufModel) -> dict[str, Any]:
-    """Return which layers have attention: those that have keys."""
-    heads = _of_layers(gguf, "attention.head_count_kv")
-    return {
-        "layer_types": ["full_attention" if count else "linear_attention" for count in heads],
-        "num_key_value_heads": max(heads),
-        "mamba_d_head": _mamba_head(gguf),
+    """Return which layers have attention, and what Mamba and positions are."""
+    return _by_keys(gguf, "linear_attention") | {
+        "mamba_d_head": _recurrent_head(gguf),
         "mamba_expand": gguf.value("ssm.inner_size") // gguf.value("embedding_length"),
         "position_embedding_type": "rope" if gguf.value("rope.scaling.finetuned", True) else None,
     }
 
 
+def _hybrid_qwen(
+    model_type: str,
+    fields: Mapping[str, str | None],
+    fixed: Mapping[str, Any],
+    derived: Callable[[GgufModel], dict[str, Any]],
+) -> Metadata:
+    """Return what models of Qwen with linear attention have in common, and `fields` and `fixed`."""
+    more = {**QWEN_FIELDS, **SHARED_EXPERT, **DELTA_NET_FIELDS, **fields}
+    return Metadata(model_type, "qwen3_moe", more, fixed, has_partial_rotary=True, derived=derived)
+
+
+VALUE_HEADS: dict[str, Undo] = {
+    f".linear_attn.{name}": GroupValueHeads(width)
+    for width, names in (
+        (None, ("in_proj_a.weight", "in_proj_b.weight", "A_log", "dt_bias")),
+        ("linear_value_head_dim", ("in_proj_qkv.weight", "in_proj_z.weight", "conv1d.weight")),
+    )
+    for name in names
+} | {".linear_attn.out_proj.weight": GroupValueHeads("linear_value_head_dim", dim=1)}
 ROTARY_ORDER = {
     f".{name}_proj.{suffix}": UndoRotaryOrder(heads)
     for name, heads in (("q", "num_attention_heads"), ("k", "num_key_value_heads"))
     for suffix in ("weight", "bias")
 }  # pairs that the converter made neighbours
-NORMS_PLUS_ONE = {
-    f"{name}norm.weight": subtract_one
-    for name in ("input_layer", "post_attention_layer", ".q_", ".k_", "model.")
-}
+NORMS_PLUS_ONE = dict.fromkeys(
+    ("layernorm.weight", ".q_norm.weight", ".k_norm.weight", "model.norm.weight",
+     ".hc_norm.weight", ".norm_key.weight", ".norm_query.weight", ".norm_conv.weight"),
+    subtract_one,
+)  # fmt: skip
+# Fields of the config by keys of the metadata.
 QWEN_FIELDS = {
     "expert_feed_forward_length": "moe_intermediate_size",
     "expert_weights_norm": "norm_topk_prob",
 }
 SHARED_EXPERT = {"expert_shared_feed_forward_length": "shared_expert_intermediate_size"}
 DELTA_NET_FIELDS = {
-    "ssm.conv_kernel": "linear_conv_kernel_dim",
-    "ssm.state_size": "linear_key_head_dim",
-    "ssm.group_count": "linear_num_key_heads",
-    "ssm.time_step_rank": "linear_num_value_heads",
-}
+    "ssm.conv_kernel": "linear_conv_kernel_dim", "ssm.state_size": "linear_key_head_dim",
+    "ssm.group_count": "linear_num_key_heads", "ssm.time_step_rank": "linear_num_value_heads",
+}  # fmt: skip
+QWEN4_FIELDS = {
+    "attention.indexer.head_count": "indexer_n_heads", "expert_weights_norm": None,
+    "attention.indexer.key_length": "indexer_head_dim", "hyper_connection.count": "hc_count",
+    "attention.indexer.top_k": "indexer_budget", "hyper_connection.low_rank": "hc_lowrank",
+    "ple.conv_kernel": "ple_conv_kernel_size", "ple.heads_per_ngram": "heads_per_ngram",
+    "ple.ngram_size": "ngram_size",
+}  # fmt: skip
 GRANITE_SCALES = {
-    "attention.scale": "attention_multiplier",
-    "embedding_scale": "embedding_multiplier",
-    "residual_scale": "residual_multiplier",
-    "logit_scale": "logits_scaling",
-}
+    "attention.scale": "attention_multiplier", "embedding_scale": "embedding_multiplier",
+    "residual_scale": "residual_multiplier", "logit_scale": "logits_scaling",
+}  # fmt: skip
+GRANITE_FIELDS = {
+    "attention.head_count_kv": None,
+    "expert_shared_feed_forward_length": "shared_intermediate_size",
+    "ssm.conv_kernel": "mamba_d_conv", "ssm.group_count": "mamba_n_groups",
+    "ssm.state_size": "mamba_d_state", "ssm.time_step_rank": "mamba_n_heads",
+}  # fmt: skip
+GEMMA4_FIELDS = {
+    "attention.head_count_kv": None, "attention.key_length": None, "feed_forward_length": None,
+    "rope.freq_base": None, "attention.key_length_swa": "head_dim", "expert_count": "num_experts",
+    "attention.shared_kv_layers": "num_kv_shared_layers", "expert_used_count": "top_k_experts",
+    "embedding_length_per_layer_input": "hidden_size_per_layer_input",
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "final_logit_softcapping": "final_logit_softcapping",
+}  # fmt: skip
+LFM2_FIELDS = {
+    "attention.head_count_kv": None, "attention.layer_norm_rms_epsilon": "norm_eps",
+    "expert_count": "num_experts", "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_used_count": "num_experts_per_tok", "leading_dense_block_count": "num_dense_layers",
+}  # fmt: skip
+NEMOTRON_FIELDS = {
+    "attention.head_count_kv": None, "attention.layer_norm_rms_epsilon": None,
+    "feed_forward_length": None, "expert_count": "n_routed_experts",
+    "expert_feed_forward_length": "moe_intermediate_size", "expert_group_count": "n_group",
+    "expert_group_used_count": "topk_group", "expert_shared_count": "n_shared_experts",
+    "expert_shared_feed_forward_length": "moe_shared_expert_intermediate_size",
+    "expert_weights_norm": "norm_topk_prob", "expert_weights_scale": "routed_scaling_factor",
+    "moe_latent_size": "moe_latent_size", "ssm.conv_kernel": "conv_kernel",
+    "ssm.group_count": "n_groups", "ssm.state_size": "ssm_state_size",
+    "ssm.time_step_rank": "mamba_num_heads",
+}  # fmt: skip
 LOCAL_EXPERTS = {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"}
-UNKNOWN = Architecture(changed={".A_log": log_of_negative})  # which the converter always changes
-KNOWN = {
-    "afmoe": Architecture(),
-    "cohere2moe": Architecture(),
-    "deepseek2": Architecture(),
-    "deepseek32": Architecture(),
-    "dots1": Architecture(),
-    "ernie4_5-moe": Architecture(),
-    "exaone-moe": Architecture(),
+ALWAYS_CHANGED = {".A_log": log_of_negative}
+# What the converter only renames, beside experts and latent attention; a user names the config.
+ONLY_NAMES = (
+    "afmoe", "cohere2moe", "deepseek2", "deepseek32", "dots1", "ernie4_5-moe", "exaone-moe",
+    "glm-dsa", "glm4moe", "hunyuan-moe", "hy_v3", "jamba", "kimi-linear", "laguna", "llama4",
+    "mellum", "mimo2", "minimax-m2", "phimoe",
+)  # fmt: skip
+KNOWN = dict.fromkeys(ONLY_NAMES, Architecture()) | {
     "gemma4": Architecture(
         metadata=Metadata(
-            "gemma4_text",
-            "gemma3",
-            {
-                "attention.head_count_kv": None,
-                "attention.key_length": None,
-                "attention.key_length_swa": "head_dim",
-                "attention.shared_kv_layers": "num_kv_shared_layers",
-                "embedding_length_per_layer_input": "hidden_size_per_layer_input",
-                "expert_count": "num_experts",
-                "expert_feed_forward_length": "moe_intermediate_size",
-                "expert_used_count": "top_k_experts",
-                "feed_forward_length": None,
-                "final_logit_softcapping": "final_logit_softcapping",
-                "rope.freq_base": None,
-            },
-            {"enable_moe_block": True},
-            derived=_gemma4,
+            "gemma4_text", "gemma3", GEMMA4_FIELDS, {"enable_moe_block": True}, derived=_gemma4
         ),
         # Layers that use the keys of others: their own are in the file, but nothing uses them.
         unused=("attn_k.weight", "attn_v.weight", "attn_k_norm.weight"),
     ),
-    "glm-dsa": Architecture(),
-    "glm4moe": Architecture(),
     "gpt-oss": Architecture(
         metadata=Metadata(
             "gpt_oss",
@@ -231,81 +286,32 @@ KNOWN = {
     ),
     "granitehybrid": Architecture(
         moved=ROTARY_ORDER,
-        changed={".A_log": log_of_negative},
         metadata=Metadata(
             "granitemoehybrid",
             "qwen2",
-            {
-                **LOCAL_EXPERTS,
-                **GRANITE_SCALES,
-                "attention.head_count_kv": None,
-                "expert_shared_feed_forward_length": "shared_intermediate_size",
-                "ssm.conv_kernel": "mamba_d_conv",
-                "ssm.group_count": "mamba_n_groups",
-                "ssm.state_size": "mamba_d_state",
-                "ssm.time_step_rank": "mamba_n_heads",
-            },
+            LOCAL_EXPERTS | GRANITE_SCALES | GRANITE_FIELDS,
             derived=_granite_hybrid,
         ),
     ),
     "granitemoe": Architecture(
-        moved=ROTARY_ORDER,
-        metadata=Metadata(
-            "granitemoe",
-            "qwen2",
-            LOCAL_EXPERTS | GRANITE_SCALES,
-        ),
+        moved=ROTARY_ORDER, metadata=Metadata("granitemoe", "qwen2", LOCAL_EXPERTS | GRANITE_SCALES)
     ),
-    "hunyuan-moe": Architecture(),
-    "hy_v3": Architecture(),
-    "jamba": UNKNOWN,
-    "kimi-linear": UNKNOWN,
-    "laguna": Architecture(),
     "lfm2moe": Architecture(
         metadata=Metadata(
             "lfm2_moe",
             "lfm2",
-            {
-                "attention.head_count_kv": None,
-                "attention.layer_norm_rms_epsilon": "norm_eps",
-                "expert_count": "num_experts",
-                "expert_feed_forward_length": "moe_intermediate_size",
-                "expert_used_count": "num_experts_per_tok",
-                "leading_dense_block_count": "num_dense_layers",
-            },
+            LFM2_FIELDS,
             neutral={"expert_gating_func": (2,)},  # sigmoid
-            derived=_short_convolutions,
+            derived=lambda gguf: _by_keys(gguf, "conv"),
         )
     ),
     "llama": Architecture(moved=ROTARY_ORDER, metadata=Metadata("mixtral", "llama", LOCAL_EXPERTS)),
-    "llama4": Architecture(),
-    "mellum": Architecture(),
-    "mimo2": Architecture(),
-    "minimax-m2": Architecture(),
     "nemotron_h_moe": Architecture(
         moved=ROTARY_ORDER,
-        changed={".A_log": log_of_negative},
         metadata=Metadata(
             "nemotron_h",
             "qwen3_moe",
-            {
-                "attention.head_count_kv": None,
-                "attention.layer_norm_rms_epsilon": None,
-                "expert_count": "n_routed_experts",
-                "expert_feed_forward_length": "moe_intermediate_size",
-                "expert_group_count": "n_group",
-                "expert_group_used_count": "topk_group",
-                "expert_shared_count": "n_shared_experts",
-                "expert_shared_feed_forward_length": "moe_shared_expert_intermediate_size",
-                "expert_weights_norm": "norm_topk_prob",
-                "expert_weights_scale": "routed_scaling_factor",
-                "feed_forward_length": None,
-                "moe_latent_size": "moe_latent_size",
-                "ssm.conv_kernel": "conv_kernel",
-                "ssm.group_count": "n_groups",
-                "ssm.state_size": "ssm_state_size",
-                "ssm.time_step_rank": "mamba_num_heads",
-            },
+            NEMOTRON_FIELDS,
             has_positions=False,
             neutral={"expert_gating_func": (2, 0)},  # sigmoid, whether the file says so or not
             derived=_nemotron,
@@ -318,7 +324,6 @@ KNOWN = {
             {"expert_weights_norm": "norm_topk_prob", "attention.clamp_kqv": "clip_qkv"},
         )
     ),
-    "phimoe": Architecture(),
     "qwen2moe": Architecture(
         metadata=Metadata("qwen2_moe", "qwen2_moe", QWEN_FIELDS | SHARED_EXPERT)
     ),
@@ -326,34 +331,23 @@ KNOWN = {
         metadata=Metadata("qwen3_moe", "qwen3_moe", QWEN_FIELDS, {"norm_topk_prob": True})
     ),
     "qwen3next": Architecture(
-        changed=NORMS_PLUS_ONE | {".A_log": log_of_negative},
-        metadata=Metadata(
-            "qwen3_next",
-            "qwen3_moe",
-            QWEN_FIELDS | SHARED_EXPERT | DELTA_NET_FIELDS,
-            {"norm_topk_prob": True},
-            has_partial_rotary=True,
-            derived=_delta_net,
-        ),
+        changed=NORMS_PLUS_ONE,
+        metadata=_hybrid_qwen("qwen3_next", {}, {"norm_topk_prob": True}, _delta_net),
     ),
     "qwen35moe": Architecture(
-        moved={
-            ".linear_attn.in_proj_qkv.weight": GroupValueHeads("linear_value_head_dim"),
-            ".linear_attn.in_proj_z.weight": GroupValueHeads("linear_value_head_dim"),
-            ".linear_attn.in_proj_a.weight": GroupValueHeads(),
-            ".linear_attn.in_proj_b.weight": GroupValueHeads(),
-            ".linear_attn.A_log": GroupValueHeads(),
-            ".linear_attn.dt_bias": GroupValueHeads(),
-            ".linear_attn.conv1d.weight": GroupValueHeads("linear_value_head_dim"),
-            ".linear_attn.out_proj.weight": GroupValueHeads("linear_value_head_dim", dim=1),
-        },
-        changed=NORMS_PLUS_ONE | {".A_log": log_of_negative},
-        metadata=Metadata(
-            "qwen3_5_moe_text",
-            "qwen3_moe",
-            QWEN_FIELDS | SHARED_EXPERT | DELTA_NET_FIELDS | {"expert_weights_norm": None},
-            has_partial_rotary=True,
-            derived=_delta_net,
+        moved=VALUE_HEADS,
+        changed=NORMS_PLUS_ONE,
+        metadata=_hybrid_qwen("qwen3_5_moe_text", {"expert_weights_norm": None}, {}, _delta_net),
+    ),
+    "qwen4exp": Architecture(
+        moved=VALUE_HEADS,
+        changed=NORMS_PLUS_ONE,
+        # The config's defaults are others than what llama.cpp computes.
+        metadata=_hybrid_qwen(
+            "qwen4_exp_text",
+            QWEN4_FIELDS,
+            {"indexer_kv_heads": 1, "output_gate_type": "sigmoid"},
+            _qwen4,
         ),
     ),
 }

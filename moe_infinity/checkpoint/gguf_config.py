@@ -52,9 +52,6 @@ def config_of(gguf: GgufModel) -> Any:
     found.setdefault("num_key_value_heads", found["num_attention_heads"])
     default = found["hidden_size"] // found["num_attention_heads"]
     found.setdefault("head_dim", gguf.value("attention.key_length", default))
-    found |= known.derived(gguf)
-    if known.has_positions and "rope_parameters" not in found:
-        found["rope_parameters"] = _positions(gguf, known, found)
     ids = gguf.vocabulary.ids
     ends = gguf.vocabulary.ends()
     found |= {
@@ -62,6 +59,9 @@ def config_of(gguf: GgufModel) -> Any:
         "eos_token_id": ends if len(ends) > 1 else next(iter(ends), None),
         "pad_token_id": ids.get("pad"),
     }
+    found |= known.derived(gguf)
+    if known.has_positions and "rope_parameters" not in found:
+        found["rope_parameters"] = _positions(gguf, known, found)
     check_config(where, found, trust_remote_code=False)
     try:
         return transformers.AutoConfig.for_model(known.model_type, **found)

@@ -35,6 +35,7 @@ SCALARS = {  # by the number of the type: how struct calls it
 STRING = 8
 ARRAY = 9
 TENSOR_BYTES = 24  # of the table, for a tensor without a name or dimensions
+ARRAY_BYTES = 16  # of an array before its first item: two types and the number of items
 VALUE_BYTES = 13  # of an entry of the metadata without a name
 BLOCK = re.compile(r"blk\.(\d{1,6})\.")
 EXPERTS = re.compile(r"blk\.\d+\.ffn_(gate|up|down|gate_up)(_exps|\.\d+)\.weight")
@@ -54,6 +55,7 @@ class GgufHeader:
 
     metadata: dict[str, Any]
     tensors: list[StoredTensor]  # stored_dtype is GGML's name of the type, e.g. "Q4_K"
+    arrays: list[StoredTensor]  # of the metadata, those of 64 bits an item
     num_bytes: int  # before the first byte of data
 
 
@@ -64,6 +66,7 @@ class GgufModel:
     files: list[Path]
     metadata: dict[str, Any]  # of the first part
     tensors: dict[str, StoredTensor]  # by name in the file
+    arrays: dict[str, StoredTensor]  # of the first part's metadata, by key
     header_bytes: int
 
     @property
@@ -144,7 +147,8 @@ def read_gguf(path: Path) -> GgufModel:
             f"{path}: has no routed experts\n"
             "hint: a dense model needs no offloading, run it with llama.cpp"
         )
-    return GgufModel(files, metadata, tensors, sum(header.num_bytes for header in headers))
+    arrays = {array.name: array for array in headers[0].arrays}
+    return GgufModel(files, metadata, tensors, arrays, sum(header.num_bytes for header in headers))
 
 
 def _require_model(path: Path, metadata: dict[str, Any]) -> None:
@@ -185,11 +189,16 @@ class HeaderReader:
         num_tensors = self._count(TENSOR_BYTES, "tensors")
         num_values = self._count(VALUE_BYTES, "entries of metadata")
         metadata: dict[str, Any] = {}
+        arrays = []
         for _ in range(num_values):
             key = self._name()
             if key in metadata:
                 self._refuse(f"{key} is there twice")
-            metadata[key] = self._value(self._number("<I"))
+            begin = self._opened.tell() + ARRAY_BYTES
+            metadata[key] = value = self._value(self._number("<I"))
+            extent = Extent(self._path, begin, self._opened.tell() - begin)
+            if isinstance(value, list) and extent.num_bytes == 8 * len(value):
+                arrays.append(StoredTensor(key, "I64", (len(value),), extent))
         rows = [self._tensor_row() for _ in range(num_tensors)]
         alignment = metadata.get("general.alignment", ALIGNMENT)
         if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
@@ -198,7 +207,7 @@ class HeaderReader:
         start = -(-end // alignment) * alignment
         tensors = [self._tensor(*row, start=start, alignment=alignment) for row in rows]
         self._check_places(tensors)
-        return GgufHeader(metadata, tensors, start)
+        return GgufHeader(metadata, tensors, arrays, start)
 
     def _check_magic(self) -> None:
         magic = self._opened.read(4)

@@ -28,7 +28,7 @@ from transformers.core_model_loading import (
 )
 
 from moe_infinity.architectures.adapters import ExpertsModule
-from moe_infinity.checkpoint.gguf_architectures import KNOWN, UNKNOWN
+from moe_infinity.checkpoint.gguf_architectures import ALWAYS_CHANGED, KNOWN, Architecture
 from moe_infinity.checkpoint.gguf_file import GgufModel
 from moe_infinity.checkpoint.gguf_map import name_map
 from moe_infinity.checkpoint.gguf_undo import (
@@ -54,13 +54,33 @@ OTHER_NAMES = {
     ".e_score_correction_bias": "exp_probs_b.bias",
     ".block_sparse_moe.router.weight": "ffn_gate_inp.weight",
     ".dt_bias": "ssm_dt.bias",
-    ".forget_gate.A_log": "ssm_a",
+    ".A_log": "ssm_a",
     ".forget_gate.f_a_proj.weight": "ssm_f_a.weight",
     ".forget_gate.f_b_proj.weight": "ssm_f_b.weight",
     ".expert_bias": "exp_probs_b.bias",
     ".router.scale": "ffn_gate_inp.scale",
     ".router.per_expert_scale": "ffn_down_exps.scale",
-}
+    ".ple_embedding.layer_multipliers": "ple.layer_multipliers",
+    ".ple_embedding.ngram_heads_offsets": "ple.head_offsets",
+    ".ple_embedding.ngram_heads_vocab_sizes": "ple.head_vocab_sizes",
+    ".ple_embedding.ngram_embedding.weight": "per_layer_token_embd.weight",
+    ".ple.conv1d.weight": "ple_conv1d.weight",
+    ".ple.key_proj.weight": "ple_key.weight", ".ple.value_proj.weight": "ple_value.weight",
+    ".indexer.q_layernorm.weight": "indexer.q_norm.weight",
+    ".indexer.k_layernorm.weight": "indexer.k_norm.weight",
+} | {
+    f".ple.norm_{name}.weight": f"ple_norm_{name}.weight" for name in ("key", "query", "conv")
+} | {
+    f"{module}.{name}.weight": f"{place}_{leaf}.weight"
+    for module, place in (
+        (".attn_hyper_connection", "hc_attn"), (".mlp_hyper_connection", "hc_ffn"),
+        (".hyper_connection_mixer", "output_hc"),
+    )
+    for name, leaf in (
+        ("hc_norm", "norm"), ("input_mix_weight_down", "down"), ("input_mix_weight_up", "up"),
+        ("block_inject_weight", "inject"),
+    )
+}  # fmt: skip
 # Parameters that the converter splits, if it does, and the parts.
 SPLIT: dict[str, tuple[tuple[str, ...], ConversionOps]] = {
     ".self_attn.kv_b_proj.weight": (("attn_k_b", "attn_v_b"), JoinKeysAndValues()),
@@ -70,6 +90,7 @@ SPLIT: dict[str, tuple[tuple[str, ...], ConversionOps]] = {
         ("ssm_conv1d_q", "ssm_conv1d_k", "ssm_conv1d_v"),
         JoinConvolutions(),
     ),
+    ".indexer.index_qk_proj.weight": (("indexer.q_proj", "indexer.k_proj"), Concatenate(0)),
 }
 OF_EXPERTS = {
     "gate_up_proj": ("ffn_gate_exps", "ffn_up_exps"),
@@ -127,7 +148,7 @@ class Names:
         self.weights: Weights = {}
         self.rules: dict[str, WeightConverter] = {}  # by parameter, without the layer
         self._file = file
-        self._architecture = KNOWN.get(file.architecture, UNKNOWN)
+        self._architecture = KNOWN.get(file.architecture, Architecture())
         self._params = model.state_dict()
         self._config = model.config.get_text_config()
         self._num_layers = self._config.num_hidden_layers
@@ -212,9 +233,13 @@ class Names:
         return dataclasses.replace(fused, shape=(sizes[place], *fused.shape[1:]), extent=extent)
 
     def _stored(self, param: str, leaf: str) -> StoredTensor | None:
-        """A tensor of the layer that has the parameter."""
+        """A tensor of the layer that has the parameter, or of the model, or an array of the
+        metadata.
+        """
         number = NUMBER.search(param)
-        return None if number is None else self._file.tensors.get(f"blk.{number[1]}.{leaf}")
+        of_layer = None if number is None else self._file.tensors.get(f"blk.{number[1]}.{leaf}")
+        of_model = self._file.tensors.get(leaf)
+        return of_layer or of_model or self._file.arrays.get(f"{self._file.architecture}.{leaf}")
 
     def _need(self, param: str, leaf: str, called: str = "") -> StoredTensor:
         """Return what `_stored` does. Raises CheckpointError if it is not there."""
@@ -233,7 +258,7 @@ class Names:
         is_vector = len(wanted) == 1 and prod(tensor.shape) == prod(wanted)
         if is_vector or _without_ones(tensor.shape) == _without_ones(wanted):
             tensor = dataclasses.replace(tensor, shape=wanted)
-        undo = _by_end(self._architecture.changed, param)
+        undo = _by_end({**ALWAYS_CHANGED, **self._architecture.changed}, param)
         # A tensor of another shape is left to transformers, which names it.
         moved = _by_end(self._architecture.moved, param) if tensor.shape == wanted else None
         if moved is not None and moved.dim == 0:  # rows are moved as they are stored

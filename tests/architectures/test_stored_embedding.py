@@ -76,6 +76,23 @@ def test_packed_rows_of_a_gguf_file(kind, tmp_path, looked_up, monkeypatch):
         assert torch.equal(logits(moe), found)
 
 
+@pytest.mark.parametrize("kind", ["q8_0", "f16"])
+def test_the_table_of_n_grams_of_a_gguf_file(kind, tmp_path, looked_up, monkeypatch):
+    """Whose rows the hash finds that the file's metadata describe."""
+    file = tmp_path / "model.gguf"
+    wide = WIDE | {"ple_embed_dim": 128}  # rows of 32
+    convert(build("qwen4_exp_text", tmp_path / "checkpoint", **wide), file, kind)
+    with MoE(file, dtype="float32") as moe:
+        found = logits(moe)
+        table = moe.model.model.layers[1].ple.ple_embedding.ngram_embedding
+        assert isinstance(table, StoredEmbedding)
+    monkeypatch.undo()
+    with MoE(file, dtype="float32") as moe:
+        table = moe.model.model.layers[1].ple.ple_embedding.ngram_embedding
+        assert not isinstance(table, StoredEmbedding)
+        assert torch.equal(logits(moe), found)
+
+
 def test_a_small_table_is_loaded(tiny_checkpoint):
     with MoE(tiny_checkpoint) as moe:
         assert not isinstance(moe.model.get_input_embeddings(), StoredEmbedding)

@@ -112,7 +112,7 @@ def sentencepiece(*, has_prefix: bool) -> Tokenizer:
 
 def gguf_of(metadata: Mapping[str, Any]) -> GgufModel:
     general = {"general.architecture": "qwen3moe"}
-    return GgufModel([Path("model.gguf")], general | dict(metadata), {}, 0)
+    return GgufModel([Path("model.gguf")], general | dict(metadata), {}, {}, 0)
 
 
 def written(original: Tokenizer, pre: str, config: dict[str, Any] | None = None) -> dict[str, Any]:
