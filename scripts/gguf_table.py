@@ -31,12 +31,14 @@ TOKENIZERS = {
     "minimax-m2": ("minimax-m2",), "nemotron_h_moe": ("pixtral",), "olmoe": ("olmo",),
     "phimoe": ("llama",), "qwen2moe": ("qwen2",), "qwen35moe": ("qwen35",),
     "qwen3moe": ("qwen2",), "qwen3next": ("qwen2",), "qwen4exp": ("qwen35",),
+    "deepseek4": ("probably deepseek-v3",), "minimax-m3": ("probably minimax-m2",),
 }  # fmt: skip
 
 
 # What a comparison has shown that llama.cpp computes otherwise; the page says why.
 DIFFERENCES = {
     "deepseek_v32": "up to `index_topk` tokens",
+    "deepseek_v4": "up to 4 `index_topk` tokens",
     "glm_moe_dsa": "up to `index_topk` tokens",
     "gpt_oss": "but for YaRN",
     "granitemoehybrid": "with one group of Mamba",

@@ -81,6 +81,27 @@ MODELS: dict[str, dict[str, Any]] = {
             "mrope_section": [2, 1, 1],
         },
     },
+    "minimax_m3_vl_text": {
+        "num_local_experts": 8, "num_hidden_layers": 3, "dense_intermediate_size": 128,
+        "shared_intermediate_size": 96, "rotary_dim": 8, "routed_scaling_factor": 2.5,
+        "mlp_layer_types": ["dense", "sparse", "sparse"], "index_n_heads": 2,
+        "index_head_dim": 16, "index_block_size": 8, "index_topk_blocks": 3,
+        "index_local_blocks": 1,
+        "layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"],
+        "rope_parameters": {
+            "rope_type": "default", "rope_theta": 5000.0, "partial_rotary_factor": 0.5,
+        },
+    },
+    "deepseek_v4": {
+        "n_routed_experts": 8, "moe_intermediate_size": 96, "num_hidden_layers": 4,
+        "num_key_value_heads": 1, "head_dim": 64, "partial_rotary_factor": 0.25,
+        "q_lora_rank": 32, "o_groups": 2, "o_lora_rank": 24, "sliding_window": 16,
+        "layer_types": ["sliding_attention", *["compressed_sparse_attention"] * 2,
+                        "heavily_compressed_attention"],
+        "mlp_layer_types": ["hash_moe"] + ["moe"] * 3, "hc_sinkhorn_iters": 5, "hc_eps": 1e-4,
+        "index_n_heads": 4, "index_head_dim": 128, "index_topk": 16, "swiglu_limit": 0.5,
+        "routed_scaling_factor": 2.5, "compress_rope_theta": 500.0,
+    },
     "qwen4_exp_text": {
         "num_experts": 8, "moe_intermediate_size": 96, "shared_expert_intermediate_size": 64,
         "num_hidden_layers": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 6,
@@ -214,6 +235,8 @@ def build(name: str, folder: Path, **changes: Any) -> Path:
     torch.manual_seed(0)
     model = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config)
     for key, param in [*model.named_parameters(), *model.named_buffers()]:
+        if key.endswith("tid2eid"):  # other experts for each token
+            param.data = torch.rand(len(param), 8).topk(param.shape[1]).indices
         if param.is_floating_point() and "inv_freq" not in key:
             is_scale = "norm" in key or "scal" in key
             torch.nn.init.normal_(param.data, 1.0 if is_scale else 0.0, 0.1)

@@ -40,13 +40,16 @@ YARN = MODELS["gpt_oss"]["rope_parameters"]
 FOR_LLAMA_CPP = {
     "gpt_oss": {"rope_parameters": YARN | {"truncate": True}},
     "deepseek_v32": {"index_topk": 2048},
+    "deepseek_v4": {"index_topk": 512},
     "glm_moe_dsa": {"index_topk": 2048},
     "mellum": {
         "rope_parameters": dict.fromkeys(MODELS["mellum"]["rope_parameters"], ROPE),
     },
 }
 UNLIKE_LLAMA_CPP = ("phimoe",)  # docs/gguf.md says why
-ALONE = ("deepseek_v32", "glm_moe_dsa", "qwen4_exp_text")  # whose caches the server cannot join
+ALONE = (  # whose caches the server cannot join
+    "deepseek_v32", "deepseek_v4", "glm_moe_dsa", "minimax_m3_vl_text", "qwen4_exp_text",
+)  # fmt: skip
 WITHOUT_PREFIXES = (*ALONE, "jamba")
 CACHES = ("gpt_oss", "granitemoehybrid", "deepseek_v3")  # with a window, recurrent, latent
 LLAMA_PYTHON = os.environ.get("MOE_INFINITY_LLAMA_PYTHON")

@@ -49,7 +49,9 @@ def differences(theirs: Path, ours: Path) -> list[str]:
     lines += [f"only ours: {name}" for name in tensors[1] if name not in tensors[0]]
     for name in tensors[0].keys() & tensors[1].keys():
         stored = [each[name] for each in tensors]
-        weights = [gguf.quants.dequantize(each.data, each.tensor_type) for each in stored]
+        is_whole = stored[0].tensor_type == gguf.GGMLQuantizationType.I32
+        values = (lambda data, kind: data) if is_whole else gguf.quants.dequantize
+        weights = [values(each.data, each.tensor_type) for each in stored]
         same_shape = stored[0].shape.tolist() == stored[1].shape.tolist()
         if not same_shape or not np.allclose(weights[0], weights[1], rtol=1e-6):
             lines.append(f"{name}: {stored[0].shape.tolist()}, ours {stored[1].shape.tolist()}")

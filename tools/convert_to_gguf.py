@@ -29,7 +29,7 @@ from safetensors import safe_open
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # if this is run as a script
 
 from tools.gguf_blocks import K_QUANTS, RandomBlocks
-from tools.gguf_changes import NAMES, changed
+from tools.gguf_changes import NAMES, NAMES_OF, changed
 from tools.gguf_metadata import WIDE_KEYS, as_written, more_metadata, more_tensors
 from tools.gguf_types import MIXES, Shape, types_of
 from tools.vocabulary_to_gguf import read_tokenizer
@@ -46,12 +46,14 @@ ARCHITECTURES = {
     "glm_moe_dsa": "glm-dsa", "glm4_moe_lite": "deepseek2", "solar_open": "glm4moe",
     "cohere2_moe": "cohere2moe", "deepseek_v32": "deepseek32", "hy_v3": "hy_v3",
     "laguna": "laguna", "mellum": "mellum", "mimo_v2_flash": "mimo2",
-    "qwen4_exp_text": "qwen4exp",
+    "qwen4_exp_text": "qwen4exp", "deepseek_v4": "deepseek4",
+    "minimax_m3_vl_text": "minimax-m3",
 }  # fmt: skip
 # Of what the gguf package does not know: one that it knows, with the same names.
 NAMED_AS = {
     "cohere2moe": "bailingmoe", "deepseek32": "glm-dsa", "hy_v3": "dots1", "laguna": "step35",
-    "mellum": "qwen3moe", "qwen4exp": "qwen35moe",
+    "mellum": "qwen3moe", "qwen4exp": "qwen35moe", "deepseek4": "deepseek2",
+    "minimax-m3": "glm4moe",
 }  # fmt: skip
 EXPERT = re.compile(r"(?:model|backbone)\.layers\.(\d+)\..*experts\.(\d+)\.(\w+)\.weight")
 LEAVES = {
@@ -61,11 +63,12 @@ LEAVES = {
 REORDERED = ("llama", "granitemoe")  # rows of q and k
 # Whose weights gguf_changes.py knows.
 CHANGED = (
-    "afmoe", "gemma4", "granitehybrid", "jamba", "kimi-linear", "laguna", "lfm2moe",
-    "nemotron_h_moe", "qwen3next", "qwen35moe", "qwen4exp",
+    "afmoe", "deepseek4", "gemma4", "granitehybrid", "jamba", "kimi-linear", "laguna", "lfm2moe",
+    "minimax-m3", "nemotron_h_moe", "qwen3next", "qwen35moe", "qwen4exp",
 )  # fmt: skip
 # Of whole numbers, by the end of their names: they are metadata of the file.
 CONSTANTS = ("layer_multipliers", "ngram_heads_offsets", "ngram_heads_vocab_sizes")
+PLAIN = {Type.F32: np.float32, Type.F16: np.float16, Type.I32: np.int32}
 RANDOM_SIZE = 0.02  # of weights that no quantizer makes
 
 
@@ -79,6 +82,10 @@ class Target(NamedTuple):
 
 def _constant(values: list[float], tensors: list[torch.Tensor]) -> torch.Tensor:
     return torch.tensor(values)
+
+
+def _rows_of_half(place: int, tensors: list[torch.Tensor]) -> torch.Tensor:
+    return tensors[0].chunk(2, -2)[place]
 
 
 def one(tensors: list[torch.Tensor]) -> torch.Tensor:
@@ -119,9 +126,16 @@ class Converter:
     def _of_one(self, name: str) -> Iterator[Target]:
         number = re.search(r"\.(\d+)\.", name)
         block = f"blk.{number[1]}" if number else ""
-        leaf = next((leaf for end, leaf in NAMES.items() if name.endswith(end)), None)
+        names = NAMES_OF.get(self.architecture, NAMES)
+        leaf = next((leaf for end, leaf in names.items() if name.endswith(end)), None)
         if self.architecture in CHANGED and leaf is not None:
             yield Target(f"{block}.{leaf}".lstrip("."), [name], self._changed(name))
+        elif self.architecture == "minimax-m3" and "gate_up_proj" in name:
+            module = name.partition(".gate_up_proj")[0].rpartition(".")[2]
+            end = {"shared_experts": "_shexp", "experts": "_exps", "mlp": ""}[module]
+            for place, leaf in enumerate(("gate", "up")):
+                half = partial(_rows_of_half, place)
+                yield Target(f"{block}.ffn_{leaf}{end}.weight", [name], half)
         elif name.endswith("index_qk_proj.weight"):
             rows = self._config["indexer_head_dim"] * self._config["indexer_n_heads"]
             yield Target(f"{block}.indexer.q_proj.weight", [name], lambda t: t[0][:rows])
@@ -239,6 +253,8 @@ class Checkpoint:
 
 
 def quantized(tensor: torch.Tensor, stored: Type) -> NDArray[Any]:
+    if stored == Type.I32:
+        return tensor.int().numpy()
     if stored not in K_QUANTS:
         return gguf.quants.quantize(tensor.float().numpy(), stored)
     num_blocks = tensor.numel() // gguf.GGML_QUANT_SIZES[stored][0]
@@ -339,9 +355,9 @@ def begin_file(
     for name, (shape, kind) in stored.items():
         weights, num_bytes = gguf.GGML_QUANT_SIZES[kind]
         row = shape[-1] // weights * num_bytes
-        is_plain = kind in (Type.F32, Type.F16)
+        is_plain = kind in PLAIN
         info = shape if is_plain else (*shape[:-1], row)
-        dtype = np.dtype(np.float32 if is_plain else np.uint8)
+        dtype = np.dtype(PLAIN.get(kind, np.uint8))
         writer.add_tensor_info(name, info, dtype, prod(shape[:-1]) * row, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

@@ -34,6 +34,49 @@ NAMES = {
     )
 }  # fmt: skip
 
+# Where a checkpoint has names of its own, which another architecture has for something else.
+NAMES_OF = {
+    "minimax-m3": {
+        f".indexer.{leaf}.weight": f"indexer.{leaf}.weight"
+        for leaf in ("q_proj", "k_proj", "q_norm", "k_norm")
+    } | {
+        ".e_score_correction_bias": "exp_probs_b.bias",
+        "mlp.experts.down_proj": "ffn_down_exps.weight",
+        ".post_attention_layernorm.weight": "ffn_norm.weight",
+    },
+    "deepseek4": {
+        ".attn.attn_sink": "attn_sinks.weight", ".attn.norm.weight": "attn_kv_a_norm.weight",
+        ".attn.q_norm.weight": "attn_q_a_norm.weight", ".attn.wkv.weight": "attn_kv.weight",
+        ".wo_a.weight": "attn_output_a.weight", ".wo_b.weight": "attn_output_b.weight",
+        ".wq_a.weight": "attn_q_a.weight", ".attn.wq_b.weight": "attn_q_b.weight",
+        ".attn_norm.weight": "attn_norm.weight", ".ffn_norm.weight": "ffn_norm.weight",
+        ".gate.tid2eid": "ffn_gate_tid2eid.weight", ".gate.weight": "ffn_gate_inp.weight",
+        ".gate.bias": "exp_probs_b.bias", ".shared_experts.w1.weight": "ffn_gate_shexp.weight",
+        ".shared_experts.w2.weight": "ffn_down_shexp.weight",
+        ".shared_experts.w3.weight": "ffn_up_shexp.weight",
+        ".indexer.weights_proj.weight": "indexer.proj.weight",
+        ".indexer.wq_b.weight": "indexer.attn_q_b.weight",
+    } | {
+        f".{module}.{name}": f"{place}_{leaf}.weight"
+        for module, place in (
+            ("indexer.compressor", "indexer_compressor"), ("compressor", "attn_compressor"),
+        )
+        for name, leaf in (
+            ("ape", "ape"), ("norm.weight", "norm"), ("wgate.weight", "gate"),
+            ("wkv.weight", "kv"),
+        )
+    } | {
+        f"{name}_{leaf}": f"{place}_{leaf}.weight"
+        for name, place in (
+            ("hc_attn", "hc_attn"), ("hc_ffn", "hc_ffn"), ("hc_head.hc", "output_hc"),
+        )
+        for leaf in ("base", "fn", "scale")
+    } | {
+        "head.weight": "output.weight", "embed_tokens.weight": "token_embd.weight",
+        "model.norm.weight": "output_norm.weight",
+    },
+}  # fmt: skip
+
 
 def changed(
     architecture: str, name: str, weight: torch.Tensor, config: dict[str, Any]
@@ -47,7 +90,9 @@ def changed(
         weight = mamba(name, weight, config)
     if name.endswith(".A_log"):
         return -weight.float().exp()
-    has_shift = architecture.startswith("qwen") and not name.endswith("linear_attn.norm.weight")
+    has_shift = architecture.startswith(("qwen", "minimax")) and not name.endswith(
+        "linear_attn.norm.weight"
+    )
     if has_shift and ("norm.weight" in name or ".ple.norm_" in name):
         return weight + 1
     return weight.squeeze(1) if "conv" in name and weight.ndim == 3 else weight

@@ -32,7 +32,8 @@ FIELDS = {
 }
 # Architectures of which the converter writes them, and all of these.
 WITH_FIELDS = (
-    "afmoe", "cohere2_moe", "deepseek_v2", "deepseek_v3", "deepseek_v32", "dots1", "ernie4_5_moe",
+    "afmoe", "cohere2_moe", "deepseek_v2", "deepseek_v3", "deepseek_v32", "deepseek_v4", "dots1",
+    "ernie4_5_moe",
     "exaone_moe", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "hy_v3", "kimi_linear", "laguna",
     "llama4_text", "solar_open",
 )  # fmt: skip
@@ -40,6 +41,7 @@ WITH_FIELDS = (
 SIGMOID = (
     "afmoe", "deepseek_v3", "deepseek_v32", "dots1", "exaone_moe", "glm4_moe", "glm4_moe_lite",
     "glm_moe_dsa", "hy_v3", "kimi_linear", "laguna", "mimo_v2_flash", "minimax_m2",
+    "minimax_m3_vl_text",
     "solar_open",
 )  # fmt: skip
 
@@ -63,7 +65,8 @@ def more_metadata(config: dict[str, Any]) -> dict[str, Any]:
     if model_type in SIGMOID:
         found["expert_gating_func"] = 2
     of_model = OF_MODELS.get(model_type)
-    return found if of_model is None else found | of_model(config)
+    found |= {} if of_model is None else of_model(config)
+    return {key: value for key, value in found.items() if value is not None}
 
 
 def _gpt_oss(config: dict[str, Any]) -> dict[str, Any]:
@@ -222,6 +225,44 @@ def _qwen4(config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _deepseek4(config: dict[str, Any]) -> dict[str, Any]:
+    rates = config["compress_rates"]
+    num_layers = config["num_hidden_layers"]
+    return {
+        "attention.sliding_window": config["sliding_window"],
+        "attention.compress_ratios": [rates.get(kind, 0) for kind in config["layer_types"]],
+        "attention.compress_rope_freq_base": float(config["compress_rope_theta"]),
+        "attention.output_group_count": config["o_groups"],
+        "attention.output_lora_rank": config["o_lora_rank"],
+        "embedding_length_out": config["hidden_size"] * config["hc_mult"],
+        "expert_gating_func": 4,
+        "hash_layer_count": config["mlp_layer_types"].count("hash_moe"),
+        "leading_dense_block_count": None,  # it has none
+        "hyper_connection.count": config["hc_mult"],
+        "hyper_connection.epsilon": config["hc_eps"],
+        "hyper_connection.sinkhorn_iterations": config["hc_sinkhorn_iters"],
+        "swiglu_clamp_exp": [config["swiglu_limit"]] * num_layers,
+        "swiglu_clamp_shexp": [config["swiglu_limit"]] * num_layers,
+    }
+
+
+def _minimax_m3(config: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "attention.indexer.block_size": config["index_block_size"],
+        "attention.indexer.head_count": config["index_n_heads"],
+        "attention.indexer.key_length": config["index_head_dim"],
+        "attention.indexer.local_blocks": config["index_local_blocks"],
+        "attention.indexer.top_k": config["index_topk_blocks"],
+        "expert_feed_forward_length": config["intermediate_size"],
+        "expert_shared_count": config["shared_intermediate_size"] // config["intermediate_size"],
+        "expert_weights_norm": True,
+        "expert_weights_scale": float(config["routed_scaling_factor"]),
+        "feed_forward_length": config["dense_intermediate_size"],
+        "leading_dense_block_count": config["mlp_layer_types"].count("dense"),
+        "rope.dimension_count": config["rotary_dim"],
+    }
+
+
 def _nemotron(config: dict[str, Any]) -> dict[str, Any]:
     return {
         "attention.layer_norm_epsilon": config["layer_norm_epsilon"],
@@ -333,6 +374,7 @@ def more_tensors(config: dict[str, Any]) -> dict[str, list[float]]:
 
 OF_MODELS = {
     "afmoe": _afmoe,
+    "deepseek_v4": _deepseek4,
     "cohere2_moe": _cohere2,
     "ernie4_5_moe": _ernie,
     "exaone_moe": _exaone,
@@ -351,6 +393,7 @@ OF_MODELS = {
     "mellum": _mellum,
     "mimo_v2_flash": _mimo,
     "minimax_m2": _gpt_oss,
+    "minimax_m3_vl_text": _minimax_m3,
     "nemotron_h": _nemotron,
     "qwen3_5_moe_text": _delta_net,
     "qwen3_next": _delta_net,

@@ -37,6 +37,9 @@ def types_of(shapes: Mapping[str, Shape], mix: str) -> dict[str, Type]:
     num_layers = max(layers, default=0) + 1
     found = {}
     for name, shape in shapes.items():
+        if name.endswith("tid2eid.weight"):
+            found[name] = Type.I32
+            continue
         if not is_quantized(name, shape):
             found[name] = Type.F32
             continue

@@ -180,15 +180,10 @@ def _granite_hybrid(gguf: GgufModel) -> dict[str, Any]:
     }
 
 
-def _hybrid_qwen(
-    model_type: str,
-    fields: Mapping[str, str | None],
-    fixed: Mapping[str, Any],
-    derived: Callable[[GgufModel], dict[str, Any]],
-) -> Metadata:
-    """Return what models of Qwen with linear attention have in common, and `fields` and `fixed`."""
+def _hybrid_qwen(model_type: str, fields: Mapping[str, str | None], **others: Any) -> Metadata:
+    """Return what Qwen's models with linear attention have in common, and `fields` and `others`."""
     more = {**QWEN_FIELDS, **SHARED_EXPERT, **DELTA_NET_FIELDS, **fields}
-    return Metadata(model_type, "qwen3_moe", more, fixed, has_partial_rotary=True, derived=derived)
+    return Metadata(model_type, "qwen3_moe", more, has_partial_rotary=True, **others)
 
 
 VALUE_HEADS: dict[str, Undo] = {
@@ -264,11 +259,12 @@ LOCAL_EXPERTS = {"expert_count": "num_local_experts", "expert_used_count": "num_
 ALWAYS_CHANGED = {".A_log": log_of_negative}
 # What the converter only renames, beside experts and latent attention; a user names the config.
 ONLY_NAMES = (
-    "afmoe", "cohere2moe", "deepseek2", "deepseek32", "dots1", "ernie4_5-moe", "exaone-moe",
-    "glm-dsa", "glm4moe", "hunyuan-moe", "hy_v3", "jamba", "kimi-linear", "laguna", "llama4",
-    "mellum", "mimo2", "minimax-m2", "phimoe",
+    "afmoe", "cohere2moe", "deepseek2", "deepseek32", "dots1", "ernie4_5-moe",
+    "exaone-moe", "glm-dsa", "glm4moe", "hunyuan-moe", "hy_v3", "jamba", "kimi-linear", "laguna",
+    "llama4", "mellum", "mimo2", "minimax-m2", "phimoe",
 )  # fmt: skip
 KNOWN = dict.fromkeys(ONLY_NAMES, Architecture()) | {
+    "deepseek4": Architecture(unused=("exp_probs_b_vl.bias",)),  # of images
     "gemma4": Architecture(
         metadata=Metadata(
             "gemma4_text", "gemma3", GEMMA4_FIELDS, {"enable_moe_block": True}, derived=_gemma4
@@ -306,6 +302,7 @@ KNOWN = dict.fromkeys(ONLY_NAMES, Architecture()) | {
         )
     ),
     "llama": Architecture(moved=ROTARY_ORDER, metadata=Metadata("mixtral", "llama", LOCAL_EXPERTS)),
+    "minimax-m3": Architecture(changed=NORMS_PLUS_ONE),
     "nemotron_h_moe": Architecture(
         moved=ROTARY_ORDER,
         metadata=Metadata(
@@ -332,12 +329,14 @@ KNOWN = dict.fromkeys(ONLY_NAMES, Architecture()) | {
     ),
     "qwen3next": Architecture(
         changed=NORMS_PLUS_ONE,
-        metadata=_hybrid_qwen("qwen3_next", {}, {"norm_topk_prob": True}, _delta_net),
+        metadata=_hybrid_qwen("qwen3_next", {}, fixed={"norm_topk_prob": True}, derived=_delta_net),
     ),
     "qwen35moe": Architecture(
         moved=VALUE_HEADS,
         changed=NORMS_PLUS_ONE,
-        metadata=_hybrid_qwen("qwen3_5_moe_text", {"expert_weights_norm": None}, {}, _delta_net),
+        metadata=_hybrid_qwen(
+            "qwen3_5_moe_text", {"expert_weights_norm": None}, derived=_delta_net
+        ),
     ),
     "qwen4exp": Architecture(
         moved=VALUE_HEADS,
@@ -346,8 +345,8 @@ KNOWN = dict.fromkeys(ONLY_NAMES, Architecture()) | {
         metadata=_hybrid_qwen(
             "qwen4_exp_text",
             QWEN4_FIELDS,
-            {"indexer_kv_heads": 1, "output_gate_type": "sigmoid"},
-            _qwen4,
+            fixed={"indexer_kv_heads": 1, "output_gate_type": "sigmoid"},
+            derived=_qwen4,
         ),
     ),
 }

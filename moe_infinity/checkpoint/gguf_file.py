@@ -55,7 +55,7 @@ class GgufHeader:
 
     metadata: dict[str, Any]
     tensors: list[StoredTensor]  # stored_dtype is GGML's name of the type, e.g. "Q4_K"
-    arrays: list[StoredTensor]  # of the metadata, those of 64 bits an item
+    arrays: dict[str, StoredTensor]  # of the metadata, those of 64 bits an item, by key
     num_bytes: int  # before the first byte of data
 
 
@@ -66,7 +66,7 @@ class GgufModel:
     files: list[Path]
     metadata: dict[str, Any]  # of the first part
     tensors: dict[str, StoredTensor]  # by name in the file
-    arrays: dict[str, StoredTensor]  # of the first part's metadata, by key
+    arrays: dict[str, StoredTensor]  # of the first part's metadata
     header_bytes: int
 
     @property
@@ -147,8 +147,8 @@ def read_gguf(path: Path) -> GgufModel:
             f"{path}: has no routed experts\n"
             "hint: a dense model needs no offloading, run it with llama.cpp"
         )
-    arrays = {array.name: array for array in headers[0].arrays}
-    return GgufModel(files, metadata, tensors, arrays, sum(header.num_bytes for header in headers))
+    header_bytes = sum(header.num_bytes for header in headers)
+    return GgufModel(files, metadata, tensors, headers[0].arrays, header_bytes)
 
 
 def _require_model(path: Path, metadata: dict[str, Any]) -> None:
@@ -189,7 +189,7 @@ class HeaderReader:
         num_tensors = self._count(TENSOR_BYTES, "tensors")
         num_values = self._count(VALUE_BYTES, "entries of metadata")
         metadata: dict[str, Any] = {}
-        arrays = []
+        arrays = {}
         for _ in range(num_values):
             key = self._name()
             if key in metadata:
@@ -198,7 +198,7 @@ class HeaderReader:
             metadata[key] = value = self._value(self._number("<I"))
             extent = Extent(self._path, begin, self._opened.tell() - begin)
             if isinstance(value, list) and extent.num_bytes == 8 * len(value):
-                arrays.append(StoredTensor(key, "I64", (len(value),), extent))
+                arrays[key] = StoredTensor(key, "I64", (len(value),), extent)
         rows = [self._tensor_row() for _ in range(num_tensors)]
         alignment = metadata.get("general.alignment", ALIGNMENT)
         if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):

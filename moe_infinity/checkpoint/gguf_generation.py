@@ -18,12 +18,9 @@ from moe_infinity.checkpoint.gguf_vocabulary import logger, number_of
 
 SAMPLING = "general.sampling."
 FIELDS = {  # by their keys: what transformers calls them, and the least and largest value
-    "temp": ("temperature", -inf, inf),
-    "top_k": ("top_k", -inf, inf),
-    "top_p": ("top_p", 0.0, 1.0),
-    "min_p": ("min_p", 0.0, 1.0),
-    "penalty_repeat": ("repetition_penalty", 1e-6, inf),
-}
+    "temp": ("temperature", -inf, inf), "penalty_repeat": ("repetition_penalty", 1e-6, inf),
+    "top_k": ("top_k", -inf, inf), "top_p": ("top_p", 0.0, 1.0), "min_p": ("min_p", 0.0, 1.0),
+}  # fmt: skip
 # What transformers has not, and values of theirs that change nothing.
 OTHERS = {"sequence": (0,), "xtc_probability": (0,), "mirostat": (0,), "penalty_last_n": (0, -1)}
 

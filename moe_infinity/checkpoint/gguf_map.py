@@ -24,10 +24,8 @@ def name_map(file: GgufModel, num_layers: int) -> Callable[[str], str | None]:
     found = _of_its_tensors(file, num_layers)
 
     def name_of(param: str) -> str | None:
-        if param in found:
-            return found[param]
         start, _, suffix = param.rpartition(".")
-        return f"{found[start]}.{suffix}" if start in found else None
+        return found.get(param) or (f"{found[start]}.{suffix}" if start in found else None)
 
     return name_of
 

@@ -31,12 +31,7 @@ from moe_infinity.architectures.adapters import ExpertsModule
 from moe_infinity.checkpoint.gguf_architectures import ALWAYS_CHANGED, KNOWN, Architecture
 from moe_infinity.checkpoint.gguf_file import GgufModel
 from moe_infinity.checkpoint.gguf_map import name_map
-from moe_infinity.checkpoint.gguf_undo import (
-    JoinConvolutions,
-    JoinHeads,
-    JoinKeysAndValues,
-    Undo,
-)
+from moe_infinity.checkpoint.gguf_undo import JoinConvolutions, JoinHeads, JoinKeysAndValues, Undo
 from moe_infinity.checkpoint.headers import STORED_DTYPES, Extent, StoredTensor
 from moe_infinity.checkpoint.packing import PackedTensor, PartFormat, WeightFormat
 from moe_infinity.checkpoint.plan import Weights, find_experts
@@ -49,49 +44,68 @@ logger = logging.getLogger(__name__)
 
 Entry = TypeVar("Entry")
 NUMBER = re.compile(r"\.(\d+)\.")
+# By modules that have the same parameters, how their tensors' names begin; and by the ends of the
+# parameters' names, how those of the tensors end.
+GROUPS = (
+    (
+        {".attn_hyper_connection.": "hc_attn", ".mlp_hyper_connection.": "hc_ffn",
+         ".hyper_connection_mixer.": "output_hc"},
+        {"hc_norm.weight": "norm", "block_inject_weight.weight": "inject",
+         "input_mix_weight_down.weight": "down", "input_mix_weight_up.weight": "up"},
+    ),
+    (
+        {".attn_hc.": "hc_attn", ".ffn_hc.": "hc_ffn", ".hc_head.hc_": "output_hc"},
+        {"fn": "fn", "base": "base", "scale": "scale"},
+    ),
+    (
+        {".compressor.": "attn_compressor", ".indexer.": "indexer_compressor"},
+        {"kv_proj.weight": "kv", "gate_proj.weight": "gate", "kv_norm.weight": "norm",
+         "position_bias": "ape"},
+    ),
+)  # fmt: skip
 # Tensors whose parameters have names that the gguf package's map does not know.
 OTHER_NAMES = {
     ".e_score_correction_bias": "exp_probs_b.bias",
-    ".block_sparse_moe.router.weight": "ffn_gate_inp.weight",
-    ".dt_bias": "ssm_dt.bias",
-    ".A_log": "ssm_a",
-    ".forget_gate.f_a_proj.weight": "ssm_f_a.weight",
-    ".forget_gate.f_b_proj.weight": "ssm_f_b.weight",
-    ".expert_bias": "exp_probs_b.bias",
-    ".router.scale": "ffn_gate_inp.scale",
-    ".router.per_expert_scale": "ffn_down_exps.scale",
+    ".block_sparse_moe.router.weight": "ffn_gate_inp.weight", ".dt_bias": "ssm_dt.bias",
+    ".A_log": "ssm_a", ".forget_gate.f_a_proj.weight": "ssm_f_a.weight",
+    ".forget_gate.f_b_proj.weight": "ssm_f_b.weight", ".expert_bias": "exp_probs_b.bias",
+    ".router.scale": "ffn_gate_inp.scale", ".router.per_expert_scale": "ffn_down_exps.scale",
     ".ple_embedding.layer_multipliers": "ple.layer_multipliers",
     ".ple_embedding.ngram_heads_offsets": "ple.head_offsets",
     ".ple_embedding.ngram_heads_vocab_sizes": "ple.head_vocab_sizes",
     ".ple_embedding.ngram_embedding.weight": "per_layer_token_embd.weight",
-    ".ple.conv1d.weight": "ple_conv1d.weight",
-    ".ple.key_proj.weight": "ple_key.weight", ".ple.value_proj.weight": "ple_value.weight",
+    ".ple.conv1d.weight": "ple_conv1d.weight", ".ple.key_proj.weight": "ple_key.weight",
+    ".ple.value_proj.weight": "ple_value.weight",
     ".indexer.q_layernorm.weight": "indexer.q_norm.weight",
     ".indexer.k_layernorm.weight": "indexer.k_norm.weight",
+    ".ple.norm_key.weight": "ple_norm_key.weight", ".self_attn.kv_proj.weight": "attn_kv.weight",
+    ".ple.norm_query.weight": "ple_norm_query.weight", ".gate.tid2eid": "ffn_gate_tid2eid.weight",
+    ".ple.norm_conv.weight": "ple_norm_conv.weight", ".o_a_proj.weight": "attn_output_a.weight",
+    ".q_a_norm.weight": "attn_q_a_norm.weight", ".o_b_proj.weight": "attn_output_b.weight",
+    ".self_attn.kv_norm.weight": "attn_kv_a_norm.weight",
+    ".indexer.q_b_proj.weight": "indexer.attn_q_b.weight",
+    ".indexer.q_proj.weight": "indexer.q_proj.weight",
+    ".indexer.k_proj.weight": "indexer.k_proj.weight",
+    ".indexer.q_norm.weight": "indexer.q_norm.weight",
+    ".indexer.scorer.weights_proj.weight": "indexer.proj.weight",
 } | {
-    f".ple.norm_{name}.weight": f"ple_norm_{name}.weight" for name in ("key", "query", "conv")
-} | {
-    f"{module}.{name}.weight": f"{place}_{leaf}.weight"
-    for module, place in (
-        (".attn_hyper_connection", "hc_attn"), (".mlp_hyper_connection", "hc_ffn"),
-        (".hyper_connection_mixer", "output_hc"),
-    )
-    for name, leaf in (
-        ("hc_norm", "norm"), ("input_mix_weight_down", "down"), ("input_mix_weight_up", "up"),
-        ("block_inject_weight", "inject"),
-    )
+    f"{module}{param}": f"{start}_{end}.weight"
+    for modules, params in GROUPS
+    for module, start in modules.items()
+    for param, end in params.items()
 }  # fmt: skip
 # Parameters that the converter splits, if it does, and the parts.
 SPLIT: dict[str, tuple[tuple[str, ...], ConversionOps]] = {
     ".self_attn.kv_b_proj.weight": (("attn_k_b", "attn_v_b"), JoinKeysAndValues()),
     ".shared_mlp.input_linear.weight": (("ffn_gate_shexp", "ffn_up_shexp"), Concatenate(0)),
+    ".shared_experts.gate_up_proj.weight": (("ffn_gate_shexp", "ffn_up_shexp"), Concatenate(0)),
+    ".mlp.gate_up_proj.weight": (("ffn_gate", "ffn_up"), Concatenate(0)),
     ".linear_attn.in_proj_qkvz.weight": (("attn_qkv", "attn_gate"), JoinHeads()),
     ".self_attn.conv1d.weight": (
-        ("ssm_conv1d_q", "ssm_conv1d_k", "ssm_conv1d_v"),
-        JoinConvolutions(),
+        ("ssm_conv1d_q", "ssm_conv1d_k", "ssm_conv1d_v"), JoinConvolutions(),
     ),
     ".indexer.index_qk_proj.weight": (("indexer.q_proj", "indexer.k_proj"), Concatenate(0)),
-}
+}  # fmt: skip
 OF_EXPERTS = {
     "gate_up_proj": ("ffn_gate_exps", "ffn_up_exps"),
     "gate_proj": ("ffn_gate_exps",),
@@ -169,16 +183,15 @@ class Names:
             if kind == "gate_up_proj" and self._stored(param, fused) is not None:
                 leaves = [fused]
             operations: list[ConversionOps] = [Concatenate(1)] if len(leaves) > 1 else []
+            del self._params[param]
             if self._stored(param, leaves[0]) is None:  # perhaps a file of before 2024-04
                 self._add_one_by_one(param, leaves, operations, layer.num_experts)
-                del self._params[param]
                 continue
             if kind == "gate_up_proj" and not getattr(layer.module, "is_concatenated", True):
                 operations.append(Interleave(1, inverse=True))
             if layer.is_transposed and not is_bias:
                 operations.append(Transpose(1, 2))
             self._add(param, leaves, operations)
-            del self._params[param]
 
     def _add_one_by_one(
         self, param: str, leaves: list[str], operations: list[ConversionOps], num_experts: int
@@ -193,15 +206,13 @@ class Names:
 
     def add_dense(self) -> None:
         for param in self._params:
-            stored = self._stored_as(param)
-            parts = _by_end(SPLIT, param)
-            if stored is None:
-                stored = self._rows_of_fused(param)
+            leaves, operation = _by_end(SPLIT, param) or ((), None)
+            if operation is not None and self._stored(param, f"{leaves[0]}.weight") is not None:
+                self._add(param, [f"{leaf}.weight" for leaf in leaves], [operation])
+                continue
+            stored = self._stored_as(param) or self._rows_of_fused(param)
             if stored is not None:
                 self._add_one(param, stored)
-            elif parts is not None:
-                leaves, operation = parts
-                self._add(param, [f"{leaf}.weight" for leaf in leaves], [operation])
 
     def _stored_as(self, param: str) -> StoredTensor | None:
         """The one tensor that is this parameter, if there is one."""

@@ -25,13 +25,9 @@ class Undo(ConversionOps):  # type: ignore[misc]
     dim = 0  # in which the converter moved something
 
     def convert(
-        self,
-        input_dict: Tensors,
-        source_patterns: list[str],
-        target_patterns: list[str],
-        config: Any = None,
-        **kwargs: Any,
-    ) -> dict[str, Tensor]:
+        self, input_dict: Tensors, source_patterns: list[str], target_patterns: list[str],
+        config: Any = None, **kwargs: Any,
+    ) -> dict[str, Tensor]:  # fmt: skip
         found = [input_dict[pattern] for pattern in source_patterns]
         weights = [each[0] if isinstance(each, list) else each for each in found]
         return {target_patterns[0]: self.undone(weights, config)}
