@@ -33,16 +33,14 @@ FIELDS = {
 # Architectures of which the converter writes them, and all of these.
 WITH_FIELDS = (
     "afmoe", "cohere2_moe", "deepseek_v2", "deepseek_v3", "deepseek_v32", "deepseek_v4", "dots1",
-    "ernie4_5_moe",
-    "exaone_moe", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "hy_v3", "kimi_linear", "laguna",
-    "llama4_text", "solar_open",
+    "ernie4_5_moe", "exaone_moe", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "hy_v3",
+    "kimi_linear", "laguna", "llama4_text", "solar_open",
 )  # fmt: skip
 # By model_type: how scores of experts are made of logits, where the converter says so.
 SIGMOID = (
     "afmoe", "deepseek_v3", "deepseek_v32", "dots1", "exaone_moe", "glm4_moe", "glm4_moe_lite",
     "glm_moe_dsa", "hy_v3", "kimi_linear", "laguna", "mimo_v2_flash", "minimax_m2",
-    "minimax_m3_vl_text",
-    "solar_open",
+    "minimax_m3_vl_text", "solar_open",
 )  # fmt: skip
 
 
@@ -227,7 +225,7 @@ def _qwen4(config: dict[str, Any]) -> dict[str, Any]:
 
 def _deepseek4(config: dict[str, Any]) -> dict[str, Any]:
     rates = config["compress_rates"]
-    num_layers = config["num_hidden_layers"]
+    limits = [config["swiglu_limit"]] * config["num_hidden_layers"]
     return {
         "attention.sliding_window": config["sliding_window"],
         "attention.compress_ratios": [rates.get(kind, 0) for kind in config["layer_types"]],
@@ -241,8 +239,8 @@ def _deepseek4(config: dict[str, Any]) -> dict[str, Any]:
         "hyper_connection.count": config["hc_mult"],
         "hyper_connection.epsilon": config["hc_eps"],
         "hyper_connection.sinkhorn_iterations": config["hc_sinkhorn_iters"],
-        "swiglu_clamp_exp": [config["swiglu_limit"]] * num_layers,
-        "swiglu_clamp_shexp": [config["swiglu_limit"]] * num_layers,
+        "swiglu_clamp_exp": limits,
+        "swiglu_clamp_shexp": limits,
     }
 
 

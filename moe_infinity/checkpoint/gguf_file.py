@@ -185,6 +185,7 @@ class HeaderReader:
         self._left = min(self._file_bytes, MAX_HEADER_BYTES)
 
     def header(self) -> GgufHeader:
+        whole = self._left
         self._check_magic()
         num_tensors = self._count(TENSOR_BYTES, "tensors")
         num_values = self._count(VALUE_BYTES, "entries of metadata")
@@ -194,17 +195,16 @@ class HeaderReader:
             key = self._name()
             if key in metadata:
                 self._refuse(f"{key} is there twice")
-            begin = self._opened.tell() + ARRAY_BYTES
+            begin = whole - self._left + ARRAY_BYTES
             metadata[key] = value = self._value(self._number("<I"))
-            extent = Extent(self._path, begin, self._opened.tell() - begin)
+            extent = Extent(self._path, begin, whole - self._left - begin)
             if isinstance(value, list) and extent.num_bytes == 8 * len(value):
                 arrays[key] = StoredTensor(key, "I64", (len(value),), extent)
         rows = [self._tensor_row() for _ in range(num_tensors)]
         alignment = metadata.get("general.alignment", ALIGNMENT)
         if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
             self._refuse(f"an alignment of {alignment!r}")
-        end = min(self._file_bytes, MAX_HEADER_BYTES) - self._left
-        start = -(-end // alignment) * alignment
+        start = -(-(whole - self._left) // alignment) * alignment
         tensors = [self._tensor(*row, start=start, alignment=alignment) for row in rows]
         self._check_places(tensors)
         return GgufHeader(metadata, tensors, arrays, start)
