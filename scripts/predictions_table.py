@@ -2,7 +2,8 @@
 
     python -m scripts.predictions_table
 
-Nothing is downloaded: `plan` gets checkpoints without weights (hollow_checkpoints.py).
+Nothing is downloaded: `plan` gets checkpoints and GGUF files without weights (hollow_checkpoints.py
+and tools/make_random_gguf.py).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from scripts.hollow_checkpoints import write_hollow
+from tools.make_random_gguf import write_hollow as write_hollow_gguf
 
 ROOT = Path(__file__).resolve().parent.parent
 GUIDE = ROOT / "docs" / "guides" / "models.md"
@@ -33,15 +35,26 @@ MACHINES = {
     "Qwen/Qwen3-235B-A22B": ((64, 6), (256, 6)),
     "deepseek-ai/DeepSeek-V3": ((128, 6), (512, 6)),
 }
+# The same by the shape of tools/model_shapes.py, and what people call such a GGUF file.
+MACHINES_OF_GGUF = {
+    "gemma4-26b-a4b": ("Gemma 4 26B-A4B, Q4_K_M", (8, 3), (16, 3)),
+    "glm-4.7-flash": ("GLM-4.7-Flash, Q4_K_M", (8, 3), (16, 3)),
+    "qwen3.6-35b-a3b": ("Qwen3.6-35B-A3B, Q4_K_M", (8, 3), (16, 3)),
+    "qwen3-next-80b-a3b": ("Qwen3-Next-80B-A3B, Q4_K_M", (16, 3), (32, 3)),
+    "qwen3.8-flash-next": ("Qwen3.8-Flash-Next, Q4_K_M", (16, 3), (32, 3)),
+    "deepseek-v4-flash": ("DeepSeek-V4-Flash, MXFP4", (32, 3), (64, 3)),
+    "minimax-m3": ("MiniMax-M3, Q4_K_M", (64, 6), (128, 6)),
+}
 GIB = 1 << 30
 
 
-def plan(model: str, folder: Path, memory_gib: int, disk_gb: int) -> dict[str, Any]:
-    """What `moe-infinity plan --json` prints; models are folders below `folder`."""
+def plan(model: str, folder: Path, memory_gib: int, disk_gb: int, *options: str) -> dict[str, Any]:
+    """What `moe-infinity plan --json` prints; models are below `folder`."""
     machine = f"ram={memory_gib}GiB,disk={disk_gb}GB/s"
     command = [sys.executable, "-m", "moe_infinity"]
     done = subprocess.run(
-        ["env", f"PYTHONPATH={ROOT}", *command, "plan", model, "--machine", machine, "--json"],
+        ["env", f"PYTHONPATH={ROOT}", *command, "plan", model, "--machine", machine]
+        + ["--json", *options],
         cwd=folder,
         capture_output=True,
         text=True,
@@ -87,6 +100,14 @@ def table(folder: Path) -> str:
         for number, (memory_gib, disk_gb) in enumerate(machines):
             planned = plan(model, folder, memory_gib, disk_gb)
             about = ["", "", "", "", ""] if number else [model.partition("/")[2], *sizes(planned)]
+            rows.append([*about, f"{memory_gib} GiB, {disk_gb} GB/s", *speeds(planned)])
+    for shape, (name, *gguf_machines) in MACHINES_OF_GGUF.items():
+        (folder / shape).mkdir()
+        write_hollow_gguf(shape, folder / shape / "model.gguf")
+        for number, (memory_gib, disk_gb) in enumerate(gguf_machines):
+            file = f"{shape}/model.gguf"
+            planned = plan(file, folder, memory_gib, disk_gb, "--config", shape)
+            about = ["", "", "", "", ""] if number else [name, *sizes(planned)]
             rows.append([*about, f"{memory_gib} GiB, {disk_gb} GB/s", *speeds(planned)])
     lines = [list(HEADER), ["---"] * len(HEADER), *rows]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)

@@ -78,6 +78,12 @@ class Model:
         if config.tie_word_embeddings:
             del self.sources["lm_head.weight"]
         self.config["architectures"] = [type(model).__name__]
+        for table in (each for each in model.modules() if hasattr(each, "head_offsets")):
+            self.config |= {
+                "layer_multipliers": [2 * place + 1 for place in range(table.ngram_size)],
+                "ngram_heads_offsets": table.head_offsets,
+                "ngram_heads_vocab_sizes": table.head_vocab_sizes,
+            }
         converter = Converter(self.config, list(self.sources))
         targets = {target.name: target for target in converter.targets()}
         shapes = {name: self.shape_of(target) for name, target in targets.items()}
@@ -143,6 +149,9 @@ def write_weights(file: BinaryIO, model: Model, seed: int) -> dict[str, torch.Te
             found |= {name: model.small(name) for name in sources if name not in found}
             weight = tensor.target.make([found[name] for name in sources]).float().contiguous()
             file.write(weight.numpy().astype(PLAIN[Type.F32]).data)
+        elif tensor.kind == Type.I32:  # experts of a token
+            some = torch.rand(tensor.shape[0], model.config["n_routed_experts"])
+            file.write(some.topk(tensor.shape[1]).indices.int().numpy().data)
         elif tensor.target.name == "token_embd.weight":
             pools.write_embedding(file, tensor, size)
         else:
@@ -159,6 +168,19 @@ def flush(file: BinaryIO) -> None:
     file.flush()
     os.fdatasync(file.fileno())
     os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def write_hollow(shape: str, out: Path) -> None:
+    """Write a file with holes for the weights, for who reads only the header."""
+    model = Model(argparse.Namespace(shape=shape, layers=0, vocab=0, experts=0, type=None))
+    stored = {tensor.target.name: (tensor.shape, tensor.kind) for tensor in model.tensors}
+    writer = begin_file(out, model.config, DEMO, stored)
+    alignment = gguf.GGUF_DEFAULT_ALIGNMENT
+    file = (writer.fout or [])[0]
+    sizes = [file.tell(), *(tensor.num_bytes for tensor in model.tensors)]
+    file.truncate(sum(-(-size // alignment) * alignment for size in sizes))
+    writer.close()
+    (out.parent / "config.json").write_text(json.dumps(model.config))
 
 
 def write_file(out: Path, model: Model, args: argparse.Namespace) -> dict[str, torch.Tensor]:

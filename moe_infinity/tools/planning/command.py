@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from moe_infinity.cli.models import config_of
-from moe_infinity.cli.options import Model
+from moe_infinity.cli.options import ConfigFrom, Model
 from moe_infinity.cli.terminal import stderr, write
 from moe_infinity.tools.planning.machine import parse_machine
 
@@ -32,6 +32,7 @@ def plan(
     host_memory: Annotated[
         str | None, typer.Option(help="As of `run`, whose default is taken if this is left out.")
     ] = None,
+    config_from: ConfigFrom = None,
     trace: Annotated[
         Path | None,
         typer.Option(
@@ -54,9 +55,9 @@ def plan(
     from moe_infinity.tools.planning.speed import Constants
 
     with stderr.status("reading headers"):
-        sizes = sizes_of(model)
+        sizes = sizes_of(model, config_from=config_from)
     with stderr.status("measuring this machine"):
         found = told or measured_machine(sizes, measures_disk=not quick)
-    planned = PlannedRun(host_memory=host_memory, trace=trace)
+    planned = PlannedRun(host_memory=host_memory, config_from=config_from, trace=trace)
     made = make_plan(sizes, found, planned, Constants())
     write((json.dumps(made.as_dict()) if as_json else page(made)) + "\n")

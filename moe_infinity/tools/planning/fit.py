@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import asdict, dataclass
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -152,6 +153,8 @@ def _refusal(tiers: tuple[TierBytes, ...], machine: PlanMachine, budget: int) ->
 
 
 EMBEDDING = re.compile(r"(embed_tokens|embed_in|token_embd|tok_embeddings|word_embeddings|wte)\.")
+# Tables beside the embedding of which a token looks up some rows, too.
+TABLE = re.compile(r"(embed_tokens_per_layer|ngram_embedding)\.")
 HEAD = re.compile(r"(^|\.)(lm_head|embed_out|output)\.")
 
 
@@ -171,8 +174,9 @@ class ModelSizes:
     expert_params: int
     dense_bytes: int
     row_bytes: int  # of these, embeddings that a CPU reads by row from the disk
-    step_dense_bytes: int  # what a decode step reads of them: all but the input embeddings
+    step_dense_bytes: int  # what a decode step reads of them: all but what is looked up by row
     dense_params: int  # that multiply every token; without embeddings and head
+    table_params: int  # of tables beside the embedding
     head_params: int
     kv: KvBytes
     pass_bytes: int  # of memory for the activations of a pass
@@ -203,17 +207,18 @@ class ModelSizes:
         return asdict(self) | {"folder": folder, "activated_params": self.activated_params}
 
 
-def sizes_of(model: str) -> ModelSizes:
+def sizes_of(model: str, *, config_from: str | None = None) -> ModelSizes:
     """Return the sizes of a folder, GGUF file or hub id. If it is not on this machine, only headers
-    are read from the hub. Raises CheckpointError, UnsupportedModelError, and what `hollow_copy`
-    raises.
+    are read from the hub. `config_from` names another config, as for `run`. Raises CheckpointError,
+    UnsupportedModelError, and what `hollow_copy` raises.
     """
+    plan_of = partial(plan_from_headers, config_from=config_from, dtype="auto")
     found = find_local(model)
     is_named = model.startswith((".", "/", "~")) or Path(model).exists()
     if found is None or (found == model and not is_named):
         with hollow_copy(model) as path:
-            return _sizes(model, plan_from_headers(str(path), dtype="auto"), None)
-    plan = plan_from_headers(found, dtype="auto")
+            return _sizes(model, plan_of(str(path)), None)
+    plan = plan_of(found)
     path = expanded(found)
     return _sizes(model, plan, path if path.is_dir() else path.parent)
 
@@ -226,8 +231,10 @@ def _sizes(model: str, plan: Plan, folder: Path | None) -> ModelSizes:
         )
     embedding = {name: w for name, w in plan.dense.items() if EMBEDDING.search(name)}
     head = {name: w for name, w in plan.dense.items() if HEAD.search(name)}
-    unread = stored_bytes(embedding.values()) if head else 0
-    others = [w for name, w in plan.dense.items() if name not in embedding and name not in head]
+    tables = {name: w for name, w in plan.dense.items() if TABLE.search(name)}
+    unread = stored_bytes([*tables.values(), *(embedding.values() if head else ())])
+    known = {*embedding, *head, *tables}
+    others = [w for name, w in plan.dense.items() if name not in known]
     step = plan.step_bytes
     return ModelSizes(
         model=model,
@@ -246,6 +253,7 @@ def _sizes(model: str, plan: Plan, folder: Path | None) -> ModelSizes:
         row_bytes=plan.row_bytes,
         step_dense_bytes=plan.dense_bytes - unread,
         dense_params=sum(prod(weight.shape) for weight in others if len(weight.shape) > 1),
+        table_params=sum(prod(weight.shape) for weight in tables.values()),
         head_params=sum(prod(weight.shape) for weight in (head or embedding).values()),
         kv=step.kv,
         pass_bytes=step.of_pass(USUAL_TOKENS, USUAL_CONTEXT),

@@ -35,6 +35,7 @@ class PlannedRun:
     prompt: int = 512  # tokens
     context: int = 4096  # tokens that the KV cache has room for
     host_memory: str | None = None  # as the option; None: its default
+    config_from: str | None = None  # as the option --config
     trace: Path | None = None  # recorded routing to take hit rates from
 
 
@@ -74,6 +75,8 @@ class RunPlan:
             return ()
         model = quote(self.sizes.model)
         run = f'moe-infinity run {model} -p "Write a haiku about rain." --report'
+        if self.planned.config_from is not None:
+            run += f" --config {quote(self.planned.config_from)}"
         if self.planned.host_memory is not None:
             run += f" --host-memory {quote(self.planned.host_memory)}"
         download = (f"moe-infinity pull {model}",) if self.sizes.folder is None else ()
@@ -157,7 +160,7 @@ def packed_sizes(sizes: ModelSizes) -> list[tuple[str, ModelSizes]]:
     packed again by us, but others may offer it as a GGUF file.
     """
     found = []
-    dense_params = sizes.dense_params + 2 * sizes.head_params  # embeddings and head
+    dense_params = sizes.dense_params + 2 * sizes.head_params + sizes.table_params
     for name, bits, dense_bits in FORMS:
         if sizes.packing is not None and dense_bits is None:
             continue
@@ -169,6 +172,7 @@ def packed_sizes(sizes: ModelSizes) -> list[tuple[str, ModelSizes]]:
             share = min(dense_params * dense_bits / 8 / sizes.dense_bytes, 1.0)
             change["dense_bytes"] = int(sizes.dense_bytes * share)
             change["step_dense_bytes"] = int(sizes.step_dense_bytes * share)
+            change["row_bytes"] = int(sizes.row_bytes * share)
         found.append((name, replace(sizes, **change)))  # type: ignore[arg-type]
     return found
 

@@ -214,7 +214,7 @@ def _prompt(
         filled = min(activated, fit.host.num_slots) * sizes.slot_bytes
         before = (
             Term("loading the model", constants.load_s, 0),
-            Term("dense weights from the disk", sizes.dense_bytes, machine.disk),
+            Term("dense weights from the disk", fit.tiers[0].dense, machine.disk),
             Term("new memory for experts", filled, machine.new_memory),
         )
     return Time(before, tuple(filter(None, lanes)))

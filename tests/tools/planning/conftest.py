@@ -28,6 +28,7 @@ SIZES = ModelSizes(
     expert_params=5 * MB,
     dense_bytes=1000 * MB,
     row_bytes=0,
+    table_params=0,
     step_dense_bytes=900 * MB,
     dense_params=400 * MB,
     head_params=50 * MB,

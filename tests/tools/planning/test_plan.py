@@ -14,7 +14,9 @@ from moe_infinity.tools.planning.machine import parse_machine
 from moe_infinity.tools.planning.page import UNPROVEN, page
 from moe_infinity.tools.planning.planner import PlannedRun, make_plan, packed_sizes
 from moe_infinity.tools.planning.speed import Constants
+from tests.gguf_files import build
 from tests.tools.planning.published import MODELS, hollow
+from tools.convert_to_gguf import convert
 
 TOLD = "ram=32GiB,disk=3GB/s,cores=8,memory=60GB/s,products=500GFLOP/s"
 GIB = 2**30
@@ -176,6 +178,27 @@ def test_the_command_writes_a_page(command, tiny_checkpoint):
     assert outcome.code == 0
     assert "It fits: all experts in memory." in outcome.out
     assert f"moe-infinity run {tiny_checkpoint}" in outcome.out
+
+
+def test_a_gguf_file_that_does_not_say_all_is_planned_with_a_config(command, tmp_path):
+    folder = build("deepseek_v2", tmp_path / "model")
+    convert(folder, tmp_path / "model.gguf", "f32")
+    file = str(tmp_path / "model.gguf")
+    outcome = command("plan", file, "--config", str(folder), "--machine", TOLD)
+    assert outcome.code == 0
+    assert f"--config {folder}" in outcome.out
+
+
+def test_a_table_that_is_looked_up_is_not_read_by_each_token(tmp_path):
+    folder = build("qwen4_exp_text", tmp_path / "model", ngram_vocab_size_base=5000)
+    convert(folder, tmp_path / "model.gguf", "f32")
+    found = sizes_of(str(tmp_path / "model.gguf"))
+    table_bytes = 4 * found.table_params
+    assert found.table_params > 4 * 5000 * 16
+    embedding_bytes = 4 * 128 * 64
+    assert found.dense_bytes - found.step_dense_bytes == table_bytes + embedding_bytes
+    q8 = dict(packed_sizes(found))["GGUF, Q8_0"]
+    assert q8.dense_bytes > 8.5 / 8 * found.table_params
 
 
 def test_the_command_writes_one_json_object(command, tiny_checkpoint):
