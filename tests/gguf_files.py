@@ -101,6 +101,9 @@ MODELS: dict[str, dict[str, Any]] = {
         "mlp_layer_types": ["hash_moe"] + ["moe"] * 3, "hc_sinkhorn_iters": 5, "hc_eps": 1e-4,
         "index_n_heads": 4, "index_head_dim": 128, "index_topk": 16, "swiglu_limit": 0.5,
         "routed_scaling_factor": 2.5, "compress_rope_theta": 500.0,
+        "rope_parameters": {
+            "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64,
+        },
     },
     "qwen4_exp_text": {
         "num_experts": 8, "moe_intermediate_size": 96, "shared_expert_intermediate_size": 64,

@@ -304,12 +304,10 @@ def as_written(config: dict[str, Any]) -> dict[str, Any]:
     """The config with a list where the converter writes one value for each layer."""
     kinds = config.get("layer_types", [])
     heads = config["num_key_value_heads"]
-    if config["model_type"] == "lfm2_moe":
+    if config["model_type"] in ("lfm2_moe", "granitemoehybrid"):
         counts = [heads if kind == "full_attention" else 0 for kind in kinds]
-        return config | {"num_key_value_heads": counts, "rms_norm_eps": config["norm_eps"]}
-    if config["model_type"] == "granitemoehybrid":
-        counts = [heads if kind == "full_attention" else 0 for kind in kinds]
-        return config | {"num_key_value_heads": counts}
+        epsilon = config.get("norm_eps", config.get("rms_norm_eps"))
+        return config | {"num_key_value_heads": counts, "rms_norm_eps": epsilon}
     if config["model_type"] == "nemotron_h":
         kinds = config["layers_block_type"]
         width = config["moe_intermediate_size"]
@@ -340,6 +338,9 @@ def as_written(config: dict[str, Any]) -> dict[str, Any]:
             "num_key_value_heads": [heads * (1 + (kind != "full_attention")) for kind in kinds],
             "value_head_dim": config["v_head_dim"],
         }
+    if config["model_type"] == "deepseek_v4":
+        rope = config["rope_parameters"]["compress"] | {"rope_theta": config["rope_theta"]}
+        return config | {"rope_parameters": rope}
     if config["model_type"] in ("laguna", "mellum"):
         return config | {"rope_parameters": config["rope_parameters"]["full_attention"]}
     if config["model_type"] != "gemma4_text":

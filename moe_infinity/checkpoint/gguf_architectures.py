@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from moe_infinity.checkpoint.gguf_file import GgufModel
-from moe_infinity.checkpoint.gguf_rope import proportional_rope
+from moe_infinity.checkpoint.gguf_rope import proportional_rope, rope_parameters
 from moe_infinity.checkpoint.gguf_undo import (
     GroupValueHeads,
     Undo,
@@ -154,6 +154,21 @@ def _gemma4(gguf: GgufModel) -> dict[str, Any]:
     }
 
 
+def _deepseek4(gguf: GgufModel) -> dict[str, Any]:
+    """Return how layers compress, and both ways of their positions."""
+    theta = gguf.value("rope.freq_base", 1e4)
+    head = gguf.value("attention.key_length")
+    rotated = gguf.value("rope.dimension_count", head)
+    if not all(type(number) is int and number > 0 for number in (head, rotated)):
+        raise CheckpointError(f"{gguf.files[0]}: no size of a head of {gguf.architecture}")
+    return {
+        "compress_ratios": _of_layers(gguf, "attention.compress_ratios"),
+        "partial_rotary_factor": rotated / head,
+        "rope_parameters": rope_parameters(gguf, theta, {"attention_factor": 1.0}),
+        "rope_theta": theta,
+    }
+
+
 def _nemotron(gguf: GgufModel) -> dict[str, Any]:
     """Return what each layer is: attention if it has keys, experts if it has their width."""
     heads = _of_layers(gguf, "attention.head_count_kv")
@@ -221,6 +236,18 @@ QWEN4_FIELDS = {
     "ple.conv_kernel": "ple_conv_kernel_size", "ple.heads_per_ngram": "heads_per_ngram",
     "ple.ngram_size": "ngram_size",
 }  # fmt: skip
+DEEPSEEK4_FIELDS = {
+    "attention.compress_rope_freq_base": "compress_rope_theta", "feed_forward_length": None,
+    "attention.indexer.head_count": "index_n_heads", "expert_count": "n_routed_experts",
+    "attention.indexer.key_length": "index_head_dim", "expert_shared_count": "n_shared_experts",
+    "attention.indexer.top_k": "index_topk", "expert_weights_norm": "norm_topk_prob",
+    "attention.output_group_count": "o_groups", "expert_weights_scale": "routed_scaling_factor",
+    "attention.output_lora_rank": "o_lora_rank", "hash_layer_count": "num_hash_layers",
+    "attention.q_lora_rank": "q_lora_rank", "hyper_connection.count": "hc_mult",
+    "attention.sliding_window": "sliding_window", "hyper_connection.epsilon": "hc_eps",
+    "expert_feed_forward_length": "moe_intermediate_size", "swiglu_clamp_exp": "swiglu_limit",
+    "hyper_connection.sinkhorn_iterations": "hc_sinkhorn_iters",
+}  # fmt: skip
 GRANITE_SCALES = {
     "attention.scale": "attention_multiplier", "embedding_scale": "embedding_multiplier",
     "residual_scale": "residual_multiplier", "logit_scale": "logits_scaling",
@@ -264,7 +291,16 @@ ONLY_NAMES = (
     "llama4", "mellum", "mimo2", "minimax-m2", "phimoe",
 )  # fmt: skip
 KNOWN = dict.fromkeys(ONLY_NAMES, Architecture()) | {
-    "deepseek4": Architecture(unused=("exp_probs_b_vl.bias",)),  # of images
+    "deepseek4": Architecture(
+        metadata=Metadata(
+            "deepseek_v4",
+            "qwen3_moe",
+            DEEPSEEK4_FIELDS,
+            neutral={"expert_gating_func": (4,)},  # the square root of a softplus
+            derived=_deepseek4,
+        ),
+        unused=("exp_probs_b_vl.bias",),  # of images
+    ),
     "gemma4": Architecture(
         metadata=Metadata(
             "gemma4_text", "gemma3", GEMMA4_FIELDS, {"enable_moe_block": True}, derived=_gemma4

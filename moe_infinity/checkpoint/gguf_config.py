@@ -17,7 +17,9 @@ from moe_infinity.checkpoint.gguf_file import WITH_CONFIG, GgufModel
 from moe_infinity.checkpoint.gguf_rope import rope_parameters
 from moe_infinity.errors import CheckpointError, UnsupportedModelError
 
-MAY_BE_ZERO = ("num_dense_layers", "num_kv_shared_layers", "hidden_size_per_layer_input")
+MAY_BE_ZERO = (
+    "num_dense_layers", "num_kv_shared_layers", "hidden_size_per_layer_input", "num_hash_layers",
+)  # fmt: skip
 NOT_SIZES = ("max_position_embeddings", "sliding_window", "rope_theta")  # may be larger
 REQUIRED = ("attention.head_count", "attention.layer_norm_rms_epsilon", "expert_used_count")
 # Keys that change what a model computes, and values of theirs that do not. They are refused where
