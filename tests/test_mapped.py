@@ -175,6 +175,43 @@ def test_experts_that_the_page_cache_has_are_there_from_the_start(
     assert moe_engine.tiers[-1].table.num_resident == num_experts
 
 
+@pytest.mark.usefixtures("can_map")
+def test_entering_experts_that_are_present_may_be_interrupted(tiny_checkpoint, monkeypatch):
+    """The expert that was being entered is absent again in the next pass."""
+    monkeypatch.setattr(linux, "is_cached", lambda *where: True)
+    with MoE(tiny_checkpoint, preload="off") as moe, torch.no_grad():
+        expected = logits_of_steps(moe.model, IDS)
+    with MoE(tiny_checkpoint, preload="off") as moe, torch.no_grad():
+        table, slots = moe.engine.tiers[-1].table, slots_of(moe)
+        bytes_for = slots.bytes_for
+
+        def interrupted(slot_id: int, key: ExpertKey) -> Any:
+            if key.expert_idx == 4:
+                raise KeyboardInterrupt
+            return bytes_for(slot_id, key)
+
+        monkeypatch.setattr(slots, "bytes_for", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            moe.preload()
+        assert (table.num_resident, table.num_loading) == (4, 1)
+        monkeypatch.undo()
+        assert torch.equal(logits_of_steps(moe.model, IDS), expected)
+        moe.preload()
+        moe.check_invariants()
+        assert table.num_free == table.num_loading == 0
+
+
+@pytest.mark.usefixtures("can_map")
+def test_experts_that_are_present_push_no_others_out(tiny_checkpoint, monkeypatch):
+    """A head that took the experts of a lost host over has more of them than slots."""
+    monkeypatch.setattr(linux, "is_cached", lambda *where: True)
+    with MoE(tiny_checkpoint, preload="off") as moe:
+        table = moe.engine.tiers[-1].table
+        table.withdraw(3)
+        moe.preload()
+        assert (table.num_free, table.evictions) == (0, 0)
+
+
 @pytest.mark.skipif(sys.platform == "linux", reason="Linux maps files")
 def test_elsewhere_experts_are_copied(tiny_checkpoint):
     assert not computed(tiny_checkpoint)[1]

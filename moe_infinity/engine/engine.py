@@ -294,7 +294,10 @@ class LocalExperts:
         """Begin to fill free slots in the background. A second call does nothing."""
         with self.deciding:
             if self._preload_thread is None:
+                self._recover_if_interrupted()
+                self._ongoing = self._ongoing._replace(is_unfinished=True)  # until all are entered
                 self._preloader.enter_present()
+                self._ongoing = self._ongoing._replace(is_unfinished=False)
                 turn = WeakMethod(self._preload)
                 self._preload_thread = start_turns(turn, self._preloader.load_ended)
 

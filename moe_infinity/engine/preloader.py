@@ -56,6 +56,8 @@ class Preloader:
             return
         for moe_layer_idx in range(len(self._books.keys)):
             for key in self._books.local_keys(moe_layer_idx):
+                if not self._table.num_free:
+                    return
                 if self._table.lookup(key) is None and self._is_present(key):
                     self._slots.bytes_for(self._table.begin_load(key, Phase.PREFILL), key)
                     self._table.finish_load(key)
