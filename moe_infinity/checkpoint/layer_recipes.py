@@ -72,22 +72,28 @@ class LayerRecipes:
             return None
         return [copy for copies in by_recipe for copy in copies or ()]
 
-    def slot_bytes(self, *, in_blocks: bool) -> int:
+    def slot_bytes(self, num_experts: int, *, in_blocks: bool) -> int:
         """The bytes of a slot, at least after `lie_in_blocks` if that is to be called."""
-        plain = self.layout.slot_bytes
-        most = plain + 2 * BLOCK_BYTES * len(self.layout.params)
-        most += -most % BLOCK_BYTES
-        return most if in_blocks and most <= plain * MOST_WITH_GAPS else plain
+        few = min(num_experts, 2)  # they tell of nearly all layers that nothing changes
+        layout = self._in_blocks(few) if in_blocks else None
+        whole = _in_whole_blocks(layout or self.layout)  # the next slot begins at a block, too
+        return whole if in_blocks and whole <= self._most_bytes else self.layout.slot_bytes
 
     def lie_in_blocks(self, num_experts: int) -> None:
         """Let each part begin in a block of the slot where it begins in a block of its file, and
         have its blocks alone, unless parts are neighbours in the file. Nothing changes where
         experts differ in that, or where the gaps would take much memory.
         """
-        has_room = self.slot_bytes(in_blocks=True) > self.layout.slot_bytes
-        places = self._places(0) if has_room else None
-        if places is None or any(self._places(i) != places for i in range(num_experts)):
-            return
+        if (layout := self._in_blocks(num_experts)) is not None:
+            self.layout = self._applied(layout)
+            for extent in (e for i in range(num_experts) for e, _ in self.copies(i) or ()):
+                self._ends[extent.file] = max(self._ends.get(extent.file, 0), extent.end)
+
+    def _in_blocks(self, num_experts: int) -> ExpertLayout | None:
+        """The layout after `lie_in_blocks`; None if nothing changes."""
+        places = self._places(0)
+        if places is None or any(self._places(i) != places for i in range(1, num_experts)):
+            return None
         specs = {spec.offset: spec for spec in self.layout.params}
         moved: list[ParamSpec] = []
         for at, follows, in_block in places:
@@ -96,11 +102,14 @@ class LayerRecipes:
                 begin = end if follows else end + -end % BLOCK_BYTES + in_block
                 moved.append(replace(specs[at], offset=begin))
             if begin % WORD_BYTES or not (at in specs or follows):
-                return  # no view of it can be made, or it is a part whose halves lie apart
-        self.layout = self._applied(ExpertLayout(tuple(moved)))
-        extents = [e for i in range(num_experts) for e, _ in self.copies(i) or ()]
-        for extent in extents:
-            self._ends[extent.file] = max(self._ends.get(extent.file, 0), extent.end)
+                return None  # no view of it can be made, or it is a part whose halves lie apart
+        layout = ExpertLayout(tuple(moved))
+        return layout if _in_whole_blocks(layout) <= self._most_bytes else None
+
+    @property
+    def _most_bytes(self) -> float:
+        """The bytes that a slot may take so that its parts lie in blocks."""
+        return self.layout.slot_bytes * MOST_WITH_GAPS
 
     def _places(self, expert_idx: int) -> list[tuple[int, bool, int]] | None:
         """Where in a slot each copy goes, whether its bytes follow those of the one before in the
@@ -247,6 +256,11 @@ class LayerRecipes:
             return compute(params, *args, **kwargs)
 
         return compute_from_parts
+
+
+def _in_whole_blocks(layout: ExpertLayout) -> int:
+    """The bytes of a slot with room for the rest of the last block."""
+    return layout.slot_bytes + -layout.slot_bytes % BLOCK_BYTES
 
 
 def _distances(

@@ -106,7 +106,10 @@ def _bookkeeping(
     if config.policy == ACTIVATION_AWARE:
         predictor = Predictor(len(keys), num_experts, without=config.without)
     in_blocks = device_slots is None and not config.is_exact
-    layer_slot_bytes = [recipes.slot_bytes(in_blocks=in_blocks) for recipes in plan.recipes]
+    layer_slot_bytes = [
+        recipes.slot_bytes(len(own), in_blocks=in_blocks)
+        for own, recipes in zip(keys, plan.recipes, strict=True)
+    ]
     tiers = make_tiers(
         config,
         device_slots,

@@ -3,7 +3,9 @@ reads past the page cache need no copy."""
 
 from __future__ import annotations
 
+import random
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +14,10 @@ import torch
 
 from moe_infinity import MoE
 from moe_infinity.checkpoint import files, layer_recipes
-from moe_infinity.checkpoint.files import BLOCK_BYTES, in_whole_blocks
+from moe_infinity.checkpoint.files import BLOCK_BYTES, Copy, cut, in_whole_blocks
 from moe_infinity.checkpoint.headers import Extent
 from moe_infinity.checkpoint.layer_recipes import LayerRecipes
-from moe_infinity.experts import ExpertKey
+from moe_infinity.experts import ExpertKey, ParamSpec
 from moe_infinity.system import linux
 from tests.closeness import logits_of_steps
 from tests.gguf_files import WIDE, build
@@ -109,6 +111,94 @@ def test_experts_that_differ_in_where_they_begin_stay_as_they_are(tiny_checkpoin
     with MoE(tiny_checkpoint, host_memory="50%", **ON_DEMAND) as moe:
         for recipes in moe.engine.loader.recipes:
             assert recipes.reads(1) == recipes.copies(1)
+
+
+def test_slots_take_no_more_memory_where_parts_stay_as_they_are(tmp_path, monkeypatch):
+    """Gate and up of one parameter lie apart in files of Mixtral."""
+    monkeypatch.setattr(layer_recipes, "MOST_WITH_GAPS", ALWAYS)
+    with MoE(build("mixtral", tmp_path / "model", **WIDE), host_memory="50%", **ON_DEMAND) as moe:
+        recipes = moe.engine.loader.recipes
+        plain = max(own.layout.slot_bytes for own in recipes)
+        assert all(own.reads(1) == own.copies(1) for own in recipes)
+        assert moe.engine.tiers[0].slots.slot_bytes == plain + -plain % BLOCK_BYTES
+
+
+class Parts:
+    """A recipe whose parts are copied, each from one or two extents of a file."""
+
+    is_of_down = False
+
+    def __init__(self, extents: list[list[list[Extent]]]) -> None:
+        self._extents = extents  # of each expert, of each part
+        self.stored: list[ParamSpec] = []
+
+    def slot_shapes(self) -> dict[str, Any]:
+        sizes = [sum(extent.num_bytes for extent in part) for part in self._extents[0]]
+        return {f"part {i}": ((size,), "uint8") for i, size in enumerate(sizes)}
+
+    def lay_out(self, specs: dict[str, ParamSpec], *, is_transposed: bool) -> None:
+        self.stored = [specs[name] for name in self.slot_shapes()]
+
+    def copies(self, expert_idx: int) -> list[Copy]:
+        found = []
+        for spec, part in zip(self.stored, self._extents[expert_idx], strict=True):
+            at = spec.offset
+            for extent in part:
+                found.append((extent, at))
+                at += extent.num_bytes
+        return found
+
+
+def some_extents(seed: int) -> list[list[list[Extent]]]:
+    """Of up to 3 experts, whose parts lie in any order in one or two files, some with gaps."""
+    rng = random.Random(seed)
+    sizes = [
+        [rng.choice((24, 64, 4096, 4160, 8192)) for _ in range(rng.choice((1, 1, 2)))]
+        for _ in range(rng.randint(1, 4))
+    ]
+    places = [(part, half) for part, own in enumerate(sizes) for half in range(len(own))]
+    if rng.random() < 0.5:
+        rng.shuffle(places)
+    gaps = {place: rng.choice((0, 0, 8, 4096)) for place in places}
+    files = {place: rng.choice((A, A, A, B)) for place in places}
+    num_experts = rng.randint(1, 3)
+    order = [(i, place) for i in range(num_experts) for place in places]
+    if rng.random() < 0.5:  # as in GGUF files
+        order = [(i, place) for place in places for i in range(num_experts)]
+    found = [[[Extent(A, 0, size) for size in own] for own in sizes] for _ in range(num_experts)]
+    ends = {A: 104, B: 4096}
+    for expert_idx, (part, half) in order:
+        file = files[part, half]
+        extent = Extent(file, ends[file] + gaps[part, half], sizes[part][half])
+        found[expert_idx][part][half] = extent
+        ends[file] = extent.end
+    return found
+
+
+def test_the_rest_of_a_block_overwrites_nothing(monkeypatch):
+    monkeypatch.setattr(layer_recipes, "MOST_WITH_GAPS", ALWAYS)
+    num_moved = 0
+    for seed in range(300):
+        extents = some_extents(seed)
+        recipes = LayerRecipes([Parts(extents)], is_transposed=False)  # type: ignore[list-item]
+        slot_bytes = recipes.slot_bytes(len(extents), in_blocks=True)
+        recipes.lie_in_blocks(len(extents))
+        moved = recipes.layout
+        assert all(a.offset + a.num_bytes <= b.offset for a, b in pairwise(moved.params))
+        recipes.lie_in_blocks(len(extents))  # as for experts of two layers
+        assert recipes.layout == moved
+        copies = [recipes.copies(i) or () for i in range(len(extents))]
+        for expert_idx, own in enumerate(copies):
+            reads = recipes.reads(expert_idx) or []
+            num_moved += reads != own
+            for extent, at in [*reads, *cut(reads)]:
+                assert 0 <= at <= at + extent.num_bytes <= slot_bytes
+                assert extent.end <= max(e.end for c in copies for e, _ in c if e.file == extent.file)
+                for wanted, begin in own:  # what both fill is the same byte of the file
+                    is_apart = at + extent.num_bytes <= begin or begin + wanted.num_bytes <= at
+                    same = extent.file, extent.offset - at
+                    assert is_apart or same == (wanted.file, wanted.offset - begin), seed
+    assert num_moved > 50
 
 
 def test_whole_blocks_end_with_what_is_known_of_a_file():
