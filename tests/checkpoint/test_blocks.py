@@ -193,7 +193,9 @@ def test_the_rest_of_a_block_overwrites_nothing(monkeypatch):
             num_moved += reads != own
             for extent, at in [*reads, *cut(reads)]:
                 assert 0 <= at <= at + extent.num_bytes <= slot_bytes
-                assert extent.end <= max(e.end for c in copies for e, _ in c if e.file == extent.file)
+                assert extent.end <= max(
+                    e.end for c in copies for e, _ in c if e.file == extent.file
+                )
                 for wanted, begin in own:  # what both fill is the same byte of the file
                     is_apart = at + extent.num_bytes <= begin or begin + wanted.num_bytes <= at
                     same = extent.file, extent.offset - at
