@@ -74,10 +74,12 @@ class LayerRecipes:
 
     def slot_bytes(self, num_experts: int, *, in_blocks: bool) -> int:
         """The bytes of a slot, at least after `lie_in_blocks` if that is to be called."""
+        plain = self.layout.slot_bytes
+        if not in_blocks or self.copies(0) is None:
+            return plain
         few = min(num_experts, 2)  # they tell of nearly all layers that nothing changes
-        layout = self._in_blocks(few) if in_blocks else None
-        whole = _in_whole_blocks(layout or self.layout)  # the next slot begins at a block, too
-        return whole if in_blocks and whole <= self._most_bytes else self.layout.slot_bytes
+        whole = _in_whole_blocks(self._in_blocks(few) or self.layout)  # the next slot, too
+        return whole if whole <= self._most_bytes else plain
 
     def lie_in_blocks(self, num_experts: int) -> None:
         """Let each part begin in a block of the slot where it begins in a block of its file, and
