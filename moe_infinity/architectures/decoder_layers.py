@@ -159,12 +159,14 @@ class DecoderLayer:
         """
         if self._router is not None:
             if self._experts is not None and self._change_of_block() is None:
-                _, normed, _, top_k_index_BK, top_k_weights_BK = attended
-                return self._experts(normed, top_k_index_BK, top_k_weights_BK)[:, None]
+                added = self._experts(
+                    attended.normed, attended.top_k_index_BK, attended.top_k_weights_BK
+                )
+                return added[:, None]
             self._router.expect(attended)
         out = self._block(attended.normed[:, None])
-        added: Tensor = out[0] if isinstance(out, tuple) else out
-        return added
+        whole: Tensor = out[0] if isinstance(out, tuple) else out
+        return whole
 
     def cache_layer(self, x: Tensor, kwargs: dict[str, Any]) -> Any | None:
         """Return the layer's part of the cache; None for arguments that kernels do not know."""

@@ -97,11 +97,12 @@ class ExpertLoader:
         """True for an expert that `mapped` gives, and that the page cache has already."""
         recipes = self.recipes[key.moe_layer_idx]
         try:
-            return recipes.begins(key.expert_idx) is not None and all(
+            is_cached = all(  # looked at first: of a file on the disk it costs one question
                 self._reader.is_cached(extent)
                 for recipe in recipes.recipes
                 for extent in recipe.extents(key.expert_idx)
             )
+            return is_cached and recipes.begins(key.expert_idx) is not None
         except (OSError, CheckpointError):  # `read` says what is wrong
             return False
 

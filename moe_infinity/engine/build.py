@@ -46,11 +46,16 @@ def build_experts(
     loader = ExpertLoader(plan.recipes, reader, [layer.num_experts for layer in plan.layers])
     memory = ProcessMemory(config.memory_bytes)
     free_bytes = free_for_experts(memory, plan, computes_here=device_slots is None)
-    bookkeeping = _bookkeeping(plan, loader, config, device_slots, local_LE, free_bytes)
+    in_blocks = device_slots is None and not config.is_exact  # if experts are copied to slots
+    slot_bytes = [
+        recipes.slot_bytes(layer.num_experts, in_blocks=in_blocks)
+        for layer, recipes in zip(plan.layers, plan.recipes, strict=True)
+    ]
+    bookkeeping = _bookkeeping(plan, loader, config, device_slots, slot_bytes, local_LE, free_bytes)
     is_mapped = isinstance(bookkeeping.tiers[-1].slots, MappedSlots)
     if is_mapped:
         loader.map_apart()
-    elif device_slots is None and not config.is_exact:
+    elif in_blocks:
         loader.lie_in_blocks()
     path = _layer_path(plan, config, bookkeeping, early_router)
     ways = " or ".join(sorted({computer.how for computer in path.computers}))
@@ -93,6 +98,7 @@ def _bookkeeping(
     loader: ExpertLoader,
     config: OffloadConfig,
     device_slots: DeviceSlots | None,
+    layer_slot_bytes: list[int],  # by MoE layer: the slot size its experts need
     local_LE: NDArray[np.bool_] | None,
     free_bytes: int,
 ) -> Bookkeeping:
@@ -105,11 +111,6 @@ def _bookkeeping(
     predictor = None
     if config.policy == ACTIVATION_AWARE:
         predictor = Predictor(len(keys), num_experts, without=config.without)
-    in_blocks = device_slots is None and not config.is_exact
-    layer_slot_bytes = [
-        recipes.slot_bytes(len(own), in_blocks=in_blocks)
-        for own, recipes in zip(keys, plan.recipes, strict=True)
-    ]
     tiers = make_tiers(
         config,
         device_slots,
