@@ -116,7 +116,13 @@ class Theirs:
     package = "llama_cpp"
 
     def __init__(
-        self, gguf: str, threads: int, *, repack: bool = True, context: int = CONTEXT
+        self,
+        gguf: str,
+        threads: int,
+        *,
+        repack: bool = True,
+        context: int = CONTEXT,
+        micro_batch: int = MICRO_BATCH,
     ) -> None:
         """Raises SystemExit if it cannot load the file."""
         import llama_cpp
@@ -124,6 +130,7 @@ class Theirs:
         self._api = llama_cpp
         self._threads = threads
         self._context_length = context
+        self._micro_batch = micro_batch
         self._log = llama_cpp.llama_log_callback(say_errors)  # kept as long as it may be called
         llama_cpp.llama_log_set(self._log, None)
         llama_cpp.llama_backend_init()
@@ -148,8 +155,8 @@ class Theirs:
         params = self._api.llama_context_default_params()
         params.n_ctx = self._context_length
         params.n_seq_max = num_sequences
-        params.n_batch = BATCH
-        params.n_ubatch = MICRO_BATCH
+        params.n_batch = max(BATCH, self._micro_batch)
+        params.n_ubatch = self._micro_batch
         params.n_threads = params.n_threads_batch = self._threads
         context = self._api.llama_init_from_model(self._model, params)
         if not context:
@@ -159,7 +166,8 @@ class Theirs:
     def feed(self, ids_BT: list[list[int]]) -> None:
         """Compute the next tokens of each sequence, and the logits of its last one."""
         length = len(ids_BT[0])
-        step = max(1, BATCH // len(ids_BT))  # tokens of a sequence in one call
+        most = max(BATCH, self._micro_batch)
+        step = max(1, most // len(ids_BT))  # tokens of a sequence in one call
         for at in range(0, length, step):
             self._decode([ids_T[at : at + step] for ids_T in ids_BT], is_last=at + step >= length)
         self._api.llama_get_logits(self._context)  # waits until they are there

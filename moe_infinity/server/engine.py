@@ -232,7 +232,7 @@ class Engine:
         with self._changed:
             everyone = [*self._waiting, *self._prefilling, *self._decoding]
         for sequence in everyone:
-            if sequence is self._prefilling.current:
+            if sequence in self._prefilling.under_way:
                 continue
             if sequence.is_cancelled:
                 self.counts.cancelled += 1
@@ -266,7 +266,7 @@ class Engine:
     def _free_a_seat(self, client: str) -> bool:
         """Let a sequence of a client that has more than its share wait. False if there is none."""
         seated = sorted((*self._decoding, *self._prefilling), key=lambda each: each.began)
-        seated = [each for each in seated if each is not self._prefilling.current]
+        seated = [each for each in seated if each not in self._prefilling.under_way]
         sequence = to_yield(seated, client)
         if sequence is None:
             return False

@@ -24,8 +24,8 @@ class Reading:
     """The sequences whose prompts are being read, the oldest first."""
 
     def __init__(self, passes: Passes, config: ServeConfig) -> None:
-        self.current: Running | None = None  # a pass over its prompt is under way
-        self._began = 0.0  # when that pass began, by time.monotonic()
+        self.under_way: list[Running] = []  # passes over their prompts, each inside the one before
+        self._began = 0.0  # when the first of them began, by time.monotonic()
         self._share_s = config.gap_share_s
         self._passes = passes
         self._sequences: deque[Running] = deque()
@@ -51,27 +51,25 @@ class Reading:
         return self._shares.next_of(self._sequences)
 
     def next_beside(self) -> Running | None:
-        """The same among those that are not under way and that one usual pass reads; None if there
-        is none.
+        """The same among those that one usual pass reads, inside the only pass under way; None if
+        there is none.
         """
+        if len(self.under_way) > 1:
+            return None
         short = [each for each in self if num_left_of(each) <= USUAL_TOKENS]
-        short = [each for each in short if each is not self.current]
+        short = [each for each in short if each not in self.under_way]
         return self._shares.next_of(short) if short else None
 
     def read(self, sequence: Running, others: Callable[[], None], *, is_alone: bool) -> Tensor:
-        """Take one pass over a prompt, see `Passes.prefill`. In a pass inside `others` no more
-        others run.
-        """
-        outer = self.current
+        """Take one pass over a prompt, see `Passes.prefill`."""
         before = sequence.num_prefilled
-        self.current = sequence
-        if outer is None:
+        if not self.under_way:
             self._began = time.monotonic()
+        self.under_way.append(sequence)
         try:
-            own = others if outer is None else nobody
-            return self._passes.prefill(sequence, own, is_alone=is_alone)
+            return self._passes.prefill(sequence, others, is_alone=is_alone)
         finally:
-            self.current = outer
+            self.under_way.pop()
             self._shares.note(sequence, sequence.num_prefilled - before)
 
     def is_time_for_others(self, ran_at: float) -> bool:
@@ -79,15 +77,11 @@ class Reading:
         Left if the sequence of the pass was cancelled or is too late: it is dropped before the next
         step.
         """
-        current = self.current
+        current = self.under_way[-1]
         now = time.monotonic()
-        if current is not None and (current.is_cancelled or current.deadline < now):
+        if current.is_cancelled or current.deadline < now:
             raise Left
         return now - max(self._began, ran_at) >= self._share_s
-
-
-def nobody() -> None:
-    """Takes the place of others."""
 
 
 def num_left_of(sequence: Running) -> int:

@@ -232,18 +232,48 @@ def embedding_of(client: Client) -> torch.Tensor:
     return torch.tensor(client.outputs[-1].embedding)
 
 
-def test_after_a_short_prompt_was_read_beside_others_decode_again(moe, alone):
+def test_while_a_short_prompt_is_read_in_the_pass_of_a_long_one_others_decode(moe, alone):
+    """Where experts are absent, the short one reads the whole model, too."""
     engine = make_engine(moe, max_batch=4, max_gap=0.0, prefix_cache="off")
-    first = Client(engine, SHORT)
+    first = Client(engine, SHORT, max_new_tokens=30)
     engine.step()
     long, short = Client(engine, LONG), Client(engine, OTHER)
     before = len(first.token_ids)
     engine.step()
     num_layers = len(moe.engine.path.computers)
-    assert len(first.token_ids) == before + num_layers + 1
+    in_passes = 2 * (num_layers - 1)
+    behind_passes = 2
+    assert len(first.token_ids) == before + in_passes + behind_passes
     run_all(engine, first, long, short)
-    assert_same_answer(first, alone["short"])
+    assert first.token_ids == generated(moe, SHORT, max_new_tokens=30)
+    assert_same_answer(long, alone["long"])
     assert_same_answer(short, alone["other"])
+
+
+@pytest.mark.parametrize("left", ["long", "short"])
+def test_one_of_two_passes_is_cancelled_while_both_are_under_way(moe, alone, left):
+    engine = make_engine(moe, max_batch=4, max_gap=0.0, prefix_cache="off")
+    first = Client(engine, SHORT, max_new_tokens=30)
+    engine.step()
+    clients = {"long": Client(engine, LONG), "short": Client(engine, OTHER)}
+    layer = moe.engine.run_layer
+
+    def watched(moe_layer_idx, routing, *args):
+        if routing.num_tokens == len(OTHER):
+            engine.cancel([clients[left].running])
+        return layer(moe_layer_idx, routing, *args)
+
+    moe.engine.run_layer = watched
+    try:
+        engine.step()
+    finally:
+        del moe.engine.run_layer
+    run_all(engine, first, *clients.values())
+    assert isinstance(clients.pop(left).error, Cancelled)
+    ((stays, client),) = clients.items()
+    assert_same_answer(client, alone["other" if stays == "short" else "long"])
+    assert first.token_ids == generated(moe, SHORT, max_new_tokens=30)
+    engine.check_invariants()
 
 
 def test_predictions_come_back_when_slots_give_way_and_slots_are_filled_again(
