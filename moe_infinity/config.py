@@ -22,6 +22,7 @@ from moe_infinity.sizes import parse_size
 EXACT_IMPLEMENTATIONS = ("grouped_mm", "eager")
 EXPERTS_IMPLEMENTATIONS = ("auto", "fast", *EXACT_IMPLEMENTATIONS)
 EXPERT_DTYPES = ("int4", "int8", "fp8")
+KV_DTYPES = ("auto", "int8", "fp8")
 PRELOADS = ("off", "idle", "wait")
 GPU_ENGINES = ("auto", "graphs", "host")
 DEVICE = re.compile(r"auto|cpu|mps|cuda(:\d+)?")
@@ -56,6 +57,7 @@ class OffloadConfig:
     config_from: str | None = None  # folder or hub id whose config and tokenizer are used instead
     dtype: str = "auto"  # of weights and activations; "auto": as stored in the checkpoint
     expert_dtype: str | None = None  # pack experts into one of EXPERT_DTYPES as they are loaded
+    kv_dtype: str = "auto"  # of keys and values, one of KV_DTYPES; "auto": as the model computes
     exact: bool = False  # the bits of transformers, more slowly; short for "grouped_mm" below
     experts_implementation: str = "auto"  # how experts compute, see EXPERTS_IMPLEMENTATIONS
     # Drives a GPU: "graphs" lets it decide and replays decode steps as CUDA graphs; with "host" the
@@ -67,6 +69,7 @@ class OffloadConfig:
     def __post_init__(self) -> None:
         self._require_one_of("dtype", DTYPES)
         self._require_one_of("expert_dtype", (None, *EXPERT_DTYPES))
+        self._require_one_of("kv_dtype", KV_DTYPES)
         self._require_one_of("preload", PRELOADS)
         self._require_one_of("gpu_engine", GPU_ENGINES)
         self._require_one_of("experts_implementation", EXPERTS_IMPLEMENTATIONS)
@@ -85,6 +88,10 @@ class OffloadConfig:
             )
         if self.exact and self.experts_implementation == "fast":
             raise ConfigError("exact is for the bits of transformers, which 'fast' does not give")
+        if self.is_exact and self.kv_dtype != "auto":
+            raise ConfigError(
+                f"exact is for the bits of transformers, which kv_dtype={self.kv_dtype!r} changes"
+            )
         for size in (self.host_memory, self.device_memory):
             if size is not None:
                 parse_size(size, whole_bytes=0)

@@ -47,11 +47,13 @@ from moe_infinity.engine.experts import Experts
 from moe_infinity.engine.hooks import StepReader
 from moe_infinity.errors import Cancelled, ClosedError
 from moe_infinity.experts import Ints, Step
+from moe_infinity.kernels.kv_layers import require_packable
 from moe_infinity.long_prompts import in_passes
 from moe_infinity.predict.eamc import RequestEam
 from moe_infinity.predict.history import History
 from moe_infinity.predict.predictor import check_policy
 from moe_infinity.predict.tracefile import SequenceTrace
+from moe_infinity.prefixes.own_cache import own_cache
 from moe_infinity.report import Report
 from moe_infinity.snapshot import report_of
 from moe_infinity.streaming import TextStream, check_one_sequence, streamed_arguments
@@ -99,6 +101,7 @@ class MoE:
             layers = loaded.plan.layers
             early_router = EarlyRouter(self.model, layers) if self.config.early_router else None
             try:
+                require_packable(self.model, self.config.kv_dtype)
                 self._experts = self._build_experts(loaded, early_router)
                 warn_of_slow_experts(loaded.plan, self._experts.local)
             except BaseException:
@@ -214,6 +217,7 @@ class MoE:
                 with self._steps.generating(named), self.engine.cancellable(cancelled):
                     begun = {} if prefix is None else prefix.begin(self, named)
                     passes = in_passes(self.model, self.engine.room, named, is_begun=bool(begun))
+                    begun = begun or own_cache(self.model, self.config.kv_dtype, named)
                     return self.model.generate(*args, **begun | kwargs | passes)
             finally:
                 self._experts.synchronize()
@@ -314,9 +318,7 @@ class MoE:
         now, and which layers our kernels compute.
         """
         around = [] if self._small_batches is None else self._small_batches.paths()
-        return report_of(
-            self.model, self.engine, self.config.policy, self._startup_bytes_read, around
-        )
+        return report_of(self.model, self.engine, self.config, self._startup_bytes_read, around)
 
     def request_eams(self) -> list[RequestEam]:
         """Return the Expert Activation Matrices of the last request, one pair (prefill, decode) for

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 from moe_infinity.cache.counters import PhaseCounters, PrefetchCounters, PreloadCounters
+from moe_infinity.memory.needs import KvBytes
 from moe_infinity.sizes import format_bytes
 
 
@@ -65,6 +66,7 @@ class Report:
     startup_bytes_read: int  # headers and dense weights
     dense_types: dict[str, int]  # bytes in memory of all other weights, by type
     row_types: dict[str, int]  # bytes of embeddings that are read by row from their files, by type
+    kv: KvBytes  # of a sequence
     prefetches: PrefetchCounters
     preload: PreloadCounters
     evictions: int
@@ -91,6 +93,7 @@ class Report:
             "startup_bytes_read": self.startup_bytes_read,
             "dense_types": self.dense_types,
             "row_types": self.row_types,
+            "kv": asdict(self.kv),
             "stall_s": self.stall_s,
             "prefetch": self.prefetches.as_dict()
             | {"coverage": self.prefetches.coverage(self.decode.misses)},
@@ -129,6 +132,7 @@ class Report:
         if self.row_types:
             sizes = [f"{kind} {format_bytes(size)}" for kind, size in self.row_types.items()]
             lines.append(f"read by row from the disk: embeddings of {', '.join(sizes)}")
+        lines.append(f"kv        {self.kv}")
         for i, path in enumerate(self.paths):
             lines.append(f"{'' if i else 'paths':8}  {path}")
         ahead = self.prefetches

@@ -8,15 +8,17 @@ from typing import Any
 
 from moe_infinity.architectures.model_parts import bytes_by_type
 from moe_infinity.architectures.stored_embedding import row_bytes_by_type
+from moe_infinity.config import OffloadConfig
 from moe_infinity.engine.engine import LocalExperts
 from moe_infinity.experts import Tier
+from moe_infinity.memory.needs import kv_bytes_of
 from moe_infinity.report import PathTaken, Report, TierOccupancy, count_paths
 
 
 def report_of(
     model: Any,
     engine: LocalExperts,
-    policy: str,
+    config: OffloadConfig,
     startup_bytes_read: int,
     around: Iterable[PathTaken],
 ) -> Report:
@@ -26,13 +28,14 @@ def report_of(
     counters = copy.deepcopy(engine.bookkeeping.counters)
     table = engine.tiers[0].table
     return Report(
-        policy=policy,
+        policy=config.policy,
         experts=engine.description,
         prefill=counters.prefill,
         decode=counters.decode,
         startup_bytes_read=startup_bytes_read,
         dense_types=bytes_by_type(model),
         row_types=row_bytes_by_type(model),
+        kv=kv_bytes_of(model.config, model.dtype.itemsize, config.kv_dtype),
         prefetches=copy.copy(table.prefetches),
         preload=counters.preload,
         evictions=table.evictions,

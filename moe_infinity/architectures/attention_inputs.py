@@ -20,6 +20,7 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from moe_infinity.errors import UnsupportedModelError
+from moe_infinity.kernels.kv_layers import GROWING, WINDOWS
 
 BUFFERS = "_moe_infinity_buffers"  # an attribute of cache layers
 MIN_ROOM = 256  # tokens
@@ -69,10 +70,8 @@ def can_grow(cache_layer: Any) -> bool:
     """Return True if the layer has tokens, and is of a class that this module knows."""
     if "update" in vars(cache_layer):  # somebody's own method
         return False
-    if type(cache_layer) is DynamicSlidingWindowLayer:
-        has_all = cache_layer.is_initialized and not cache_layer.record_past
-        return bool(has_all and cache_layer.keys.numel())
-    is_known = type(cache_layer) is DynamicLayer and cache_layer.is_initialized
+    is_window = type(cache_layer) in WINDOWS and not cache_layer.record_past
+    is_known = (is_window or type(cache_layer) in GROWING) and cache_layer.is_initialized
     return is_known and cache_layer.keys.numel() > 0
 
 

@@ -62,6 +62,7 @@ from moe_infinity.architectures.trial import Found
 from moe_infinity.experts import Ints
 from moe_infinity.kernels.cpu.decoder import DecoderKernel
 from moe_infinity.kernels.cpu.decoder_steps import Attended, Cached, DecoderSteps
+from moe_infinity.kernels.kv_layers import kind_of
 from moe_infinity.kernels.residents import Residents
 
 MOST_SEQUENCES = 64  # of a step
@@ -80,6 +81,7 @@ class DecoderLayer:
         angles: Angles,
         early_router: EarlyRouter | None,
         *,
+        kv_dtype: str,
         may_follow: bool,
     ) -> None:
         """`may_follow`: the layer directly follows the one before it, with the same arguments."""
@@ -87,7 +89,7 @@ class DecoderLayer:
         attention = kind.attention
         gate = kind.gate.path if isinstance(kind.gate, Found) else None
         self.kernel = DecoderKernel(
-            described(layer, attention.rotated, attention.pairs, gate), dtype_of(layer)
+            described(layer, attention.rotated, attention.pairs, gate), dtype_of(layer), kv_dtype
         )
         self.angles = angles
         self.may_follow = may_follow
@@ -190,7 +192,7 @@ class DecoderLayer:
             return None
         mask = kwargs.get("attention_mask")
         fits = mask is None or mask.shape == (len(x), 1, 1, cache_layer.keys.shape[2] + 1)
-        return cache_layer if fits and cache_layer.keys.dtype == x.dtype else None
+        return cache_layer if fits and kind_of(cache_layer) == self.kernel.cache_kind else None
 
     def changes(self) -> tuple[str | None, str | None, str | None]:
         """Return what is different from when the model was loaded, of the layer around its block,

@@ -61,8 +61,8 @@ AttentionFunction = Callable[..., tuple[Tensor, Tensor | None]]
 class SmallBatchSteps:
     """The steps of few tokens of one model, which our kernels compute until `close`."""
 
-    def __init__(self, model: nn.Module, early_router: EarlyRouter | None) -> None:
-        self._layers = KernelLayers(model, early_router)
+    def __init__(self, model: nn.Module, early_router: EarlyRouter | None, kv_dtype: str) -> None:
+        self._layers = KernelLayers(model, early_router, kv_dtype)
         for module in model.modules():
             siblings = Siblings()
             for child in module.children():
@@ -98,9 +98,10 @@ class SmallBatchSteps:
 class KernelLayers:
     """The layers of a model. Those that the kernel can compute get another forward method."""
 
-    def __init__(self, model: nn.Module, early_router: EarlyRouter | None) -> None:
+    def __init__(self, model: nn.Module, early_router: EarlyRouter | None, kv_dtype: str) -> None:
         self._verdicts: dict[nn.Module, Verdict[LayerKind]] = {}
         self._connected: dict[nn.Module, DecoderLayer] = {}
+        self._kv_dtype = kv_dtype
         names: dict[nn.Module, str] = {}
         kinds: dict[Any, Verdict[LayerKind]] = {}
         for name, layer in list(model.named_modules()):
@@ -134,6 +135,7 @@ class KernelLayers:
                 kind,
                 angles.setdefault(num_pairs, Angles(num_pairs)),
                 early_router,
+                kv_dtype=self._kv_dtype,
                 may_follow=bool(before) and names[layer] == _next_name(before),
             )
             before = names[layer]

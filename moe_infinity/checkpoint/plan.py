@@ -78,9 +78,8 @@ class Plan:
         """Bytes of the checkpoint that are not experts."""
         return stored_bytes(self.dense.values())
 
-    @property
-    def step_bytes(self) -> StepBytes:
-        """The memory that a pass needs beside the weights."""
+    def step_bytes(self, kv_dtype: str) -> StepBytes:
+        """The memory that a pass needs beside the weights, with keys and values of this type."""
         layout = self.layers[0].layout
         params = sum(prod(spec.shape) for spec in layout.params)
         return StepBytes.of(
@@ -88,6 +87,7 @@ class Plan:
             top_k=self.top_k or 1,
             expert_params=params,
             item_bytes=getattr(torch, layout.params[0].dtype).itemsize,
+            kv_dtype=kv_dtype,
         )
 
     @property

@@ -67,6 +67,13 @@ AsJson = Annotated[bool, typer.Option("--json", help="One JSON object instead of
 Dtype = Annotated[
     str, typer.Option(help="Type of weights: auto (as stored), bfloat16, float16 or float32.")
 ]
+KvDtype = Annotated[
+    str,
+    typer.Option(
+        help="Type of keys and values: auto (as the model computes), int8 or fp8, which take about "
+        "half of bfloat16's bytes. Changes results."
+    ),
+]
 TrustRemoteCode = Annotated[
     bool,
     typer.Option("--trust-remote-code", help="Run Python code that is part of the checkpoint."),
@@ -167,6 +174,7 @@ class ModelOptions:
         str | None,
         typer.Option(help="Pack experts as they are loaded: int4, int8 or fp8. Changes results."),
     ] = None
+    kv_dtype: KvDtype = "auto"
     exact: Annotated[
         bool,
         typer.Option("--exact", help="Compute with the bits of transformers, more slowly."),

@@ -45,7 +45,8 @@ def build_experts(
     """Build the experts of this process. Raises ConfigError for budgets that do not fit."""
     loader = ExpertLoader(plan.recipes, reader, [layer.num_experts for layer in plan.layers])
     memory = ProcessMemory(config.memory_bytes)
-    free_bytes = free_for_experts(memory, plan, computes_here=device_slots is None)
+    is_here = device_slots is None
+    free_bytes = free_for_experts(memory, plan, config.kv_dtype, computes_here=is_here)
     in_blocks = device_slots is None and not config.is_exact  # if experts are copied to slots
     slot_bytes = [
         recipes.slot_bytes(layer.num_experts, in_blocks=in_blocks)
@@ -68,7 +69,7 @@ def build_experts(
     }
     room = Room(
         memory,
-        plan.step_bytes if device_slots is None else None,
+        plan.step_bytes(config.kv_dtype) if is_here else None,
         bookkeeping.tiers[-1],
         num_experts=bookkeeping.total_experts if local_LE is None else int(local_LE.sum()),
     )
@@ -83,13 +84,15 @@ def build_experts(
     )
 
 
-def free_for_experts(memory: ProcessMemory, plan: Plan, *, computes_here: bool = True) -> int:
+def free_for_experts(
+    memory: ProcessMemory, plan: Plan, kv_dtype: str, *, computes_here: bool = True
+) -> int:
     """The bytes that are left for experts once the dense weights are loaded. `computes_here`: keys
     and activations are in the memory of the host, too, and slots give way to them.
     """
     left = memory.left()
     if computes_here and linux.is_linux():
-        return left - plan.step_bytes.from_the_start()
+        return left - plan.step_bytes(kv_dtype).from_the_start()
     return int(left * FIXED_SHARE)
 
 

@@ -114,7 +114,7 @@ class ComputeDevice:
             return None
         from moe_infinity.architectures.small_batch import SmallBatchSteps  # imports numba
 
-        return SmallBatchSteps(model, early_router)
+        return SmallBatchSteps(model, early_router, self._config.kv_dtype)
 
     def move(self, value: Any) -> Any:
         """An argument of the model: a tensor goes where the model computes."""

@@ -308,6 +308,8 @@ def _obstacles(local: LocalExperts, model: PreTrainedModel, config: OffloadConfi
         yield "its results are not exact"
     if config.early_router:
         yield "it does not ask routers early"
+    if config.kv_dtype != "auto":
+        yield "its kernels do not read packed keys and values"
     if model.config.is_encoder_decoder:
         yield "the model has an encoder"
     if len(local.tiers) == 1:

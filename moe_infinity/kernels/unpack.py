@@ -57,7 +57,7 @@ def fp8(weight_RC: Tensor, scales_rc: Tensor, block: tuple[int, int], dtype: tor
     step = max(1, step // block[0])
     for first in range(0, len(scales_rc), step):
         rows = slice(first * block[0], (first + step) * block[0])
-        values = _fp8_bits_as_half(weight_RC[rows]).to(torch.float32)
+        values = fp8_bits_as_half(weight_RC[rows]).to(torch.float32)
         values.mul_(_spread(scales_rc[first : first + step], block, values.shape))
         out_RC[rows] = values
     return out_RC
@@ -81,7 +81,7 @@ def _needs_float32(weight_RC: Tensor, scales_rc: Tensor) -> bool:
     return bool(largest == 0x7F) or not bool(scales_rc.abs().max() < 2.0**119)
 
 
-def _fp8_bits_as_half(weight_RC: Tensor) -> Tensor:
+def fp8_bits_as_half(weight_RC: Tensor) -> Tensor:
     """The values times 2 ** -8, in float16: sign, exponent and mantissa in their new places. torch
     converts float8 one value at a time, nine times slower.
     """

@@ -10,7 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-NO_KEYS = ("linear_attention", "mamba", "conv")  # layers whose state does not grow
+from moe_infinity.kernels.kv_rows import SCALE_BYTES
+from moe_infinity.sizes import format_bytes
+
+NO_KEYS = ("linear_attention", "mamba", "conv", "moe", "mlp")  # layers that keep no token
 ITEM_BYTES = 2  # bfloat16 or float16; float32 models are small
 FLOAT32_BYTES = 4
 # Of what the formula says: it leaves out what is freed late, and pieces of heaps between what is in
@@ -30,6 +33,7 @@ class Widths(NamedTuple):
     queries: int
     heads: int
     keys: int  # and values
+    rows: int  # that these are, each of which may have a scale
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,26 +43,41 @@ class KvBytes:
     per_token: int  # of layers that keep all tokens
     per_window_token: int  # of layers that keep the last `window` tokens
     window: int
+    dtype: str = "auto"  # the kv_dtype
 
     @property
     def of_window(self) -> int:
         """The most bytes of the layers that keep only a window."""
         return self.per_window_token * self.window
 
+    def __str__(self) -> str:
+        windows = f" and {format_bytes(self.per_window_token)} a token of the last {self.window:,}"
+        return (
+            f"{'as the model' if self.dtype == 'auto' else self.dtype}, "
+            f"{format_bytes(self.per_token)} a token{windows if self.per_window_token else ''}"
+        )
+
     def of(self, num_tokens: int) -> int:
         in_window = min(num_tokens, self.window)
         return self.per_token * num_tokens + self.per_window_token * in_window
 
 
-def kv_bytes_of(config: Any, item_bytes: int = ITEM_BYTES) -> KvBytes:
-    """Return the bytes of the KV cache of numbers of so many bytes."""
+def kv_bytes_of(config: Any, item_bytes: int = ITEM_BYTES, kv_dtype: str = "auto") -> KvBytes:
+    """Return the bytes of the KV cache of numbers of so many bytes, or packed by `kv_dtype`."""
     config = config.get_text_config(decoder=True)
-    width = _widths(config).keys
-    types = getattr(config, "layer_types", None) or ["full"] * _number(config, "num_hidden_layers")
-    window = _number(config, "sliding_window")
-    sliding = sum("sliding" in kind for kind in types) if window else 0
-    growing = sum(kind not in NO_KEYS for kind in types) - sliding
-    return KvBytes(growing * width * item_bytes, sliding * width * item_bytes, window)
+    window = _number(config, "sliding_window") or _number(config, "attention_chunk_size")
+    usual = "sliding_attention" if window else "full_attention"  # as transformers' caches do
+    types = getattr(config, "layer_types", None)
+    types = types or [usual] * _number(config, "num_hidden_layers")
+    layers = getattr(config, "per_layer_config", None) or [config] * len(types)
+    kept = {False: 0, True: 0}  # by whether a window is all that a layer keeps
+    for kind, layer in zip(types, layers, strict=False):
+        if kind not in NO_KEYS:
+            widths = _widths(layer)
+            packed = widths.keys + widths.rows * SCALE_BYTES
+            is_window = "sliding" in kind or "chunked" in kind
+            kept[is_window] += widths.keys * item_bytes if kv_dtype == "auto" else packed
+    return KvBytes(kept[False], kept[True], window, kv_dtype)
 
 
 def _widths(config: Any) -> Widths:
@@ -70,8 +89,8 @@ def _widths(config: Any) -> Widths:
     if latent:  # the cache has latents, which all heads share
         rotated = _number(config, "qk_rope_head_dim")
         head_dim = rotated + _number(config, "qk_nope_head_dim") + _number(config, "v_head_dim")
-        return Widths(model, heads * head_dim, heads, latent + rotated)
-    return Widths(model, heads * head_dim, heads, 2 * kv_heads * head_dim)
+        return Widths(model, heads * head_dim, heads, latent + rotated, 2)
+    return Widths(model, heads * head_dim, heads, 2 * kv_heads * head_dim, 2 * kv_heads)
 
 
 def _number(config: Any, name: str) -> int:
@@ -89,13 +108,16 @@ class StepBytes:
 
     kv: KvBytes
     per_token: int
+    per_context: int  # of a token that is looked at: while a layer attends, it is unpacked
     experts_per_token: int  # of these, while a layer's experts compute
     per_pair: int  # of a token and one that it looks at
     is_causal: bool  # a pass that nothing came before needs nothing by pair
     logits: int
 
     @classmethod
-    def of(cls, config: Any, *, top_k: int, expert_params: int, item_bytes: int) -> StepBytes:
+    def of(
+        cls, config: Any, *, top_k: int, expert_params: int, item_bytes: int, kv_dtype: str
+    ) -> StepBytes:
         """For each of a token's experts there are its input, its output and the weighted output,
         and what is between, in float32. Attention makes a mask or, where it is not fused, all
         scores.
@@ -108,8 +130,9 @@ class StepBytes:
         rest = both * (3 * widths.model + 2 * widths.queries + widths.keys)
         is_fused = config._attn_implementation not in (None, "eager")
         return cls(
-            kv=kv_bytes_of(config, item_bytes),
+            kv=kv_bytes_of(config, item_bytes, kv_dtype),
             per_token=int(SAFETY * (experts + rest)),
+            per_context=0 if kv_dtype == "auto" else both * widths.keys,
             experts_per_token=experts,
             per_pair=both if is_fused else 2 * both * widths.heads,
             is_causal=is_fused and not _number(text, "sliding_window"),
@@ -121,7 +144,8 @@ class StepBytes:
         without their keys and values.
         """
         pairs = 0 if self.is_causal and num_tokens == context else num_tokens * context
-        return self.logits + num_tokens * self.per_token + pairs * self.per_pair
+        own = num_tokens * self.per_token + context * self.per_context
+        return self.logits + own + pairs * self.per_pair
 
     def from_the_start(self) -> int:
         """The bytes that are kept free of experts from the start."""

@@ -15,6 +15,7 @@ from transformers.cache_utils import (
 )
 
 from moe_infinity.architectures import attention_inputs
+from moe_infinity.kernels.kv_layers import keep_alone
 
 # Not DynamicIndexedLayer: sparse attention also selects positions of the padding, so a sequence's
 # tokens depend on its neighbours (seen with DeepSeek-V3.2 and GLM-5, tiny and random).
@@ -82,4 +83,5 @@ def cut_windows(cache: DynamicCache, *, is_last: bool) -> None:
     for layer in cache.layers:
         if isinstance(layer, DynamicSlidingWindowLayer):
             layer.crop(0)
+            keep_alone(layer)
             layer.record_past = not is_last

@@ -24,6 +24,7 @@ from moe_infinity.architectures.attention_inputs import (
 )
 from moe_infinity.errors import ConfigError, UnsupportedModelError
 from moe_infinity.experts import Ints, Phase, Step
+from moe_infinity.kernels.kv_layers import new_cache
 from moe_infinity.memory.room import LEAST_TOKENS
 from moe_infinity.prefixes.cache_layers import (
     cut_windows,
@@ -67,7 +68,7 @@ class PromptPasses:
 
     def empty_cache(self) -> DynamicCache:
         """A cache without tokens."""
-        return DynamicCache(config=self._moe.model.config)
+        return new_cache(self._moe.model.config, self._moe.config.kv_dtype)
 
     def arguments(self, cache: DynamicCache) -> dict[str, Any]:
         """Those by which `generate()` goes on from a cache, whatever kind of cache the model's

@@ -70,6 +70,7 @@ def identity_of(moe: Loaded) -> dict[str, str]:
         "exact": str(own.is_exact),
         "experts_implementation": own.experts_implementation,
         "expert_dtype": str(own.expert_dtype),
+        "kv_dtype": own.kv_dtype,
         "gpu_engine": own.gpu_engine,
         "moe-infinity": version("moe-infinity"),
         "torch": torch.__version__,

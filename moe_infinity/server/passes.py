@@ -27,6 +27,7 @@ from moe_infinity.errors import (
     UnsupportedModelError,
 )
 from moe_infinity.experts import Phase, Step
+from moe_infinity.kernels.kv_layers import new_cache
 from moe_infinity.memory.needs import USUAL_TOKENS
 from moe_infinity.memory.room import LEAST_TOKENS
 from moe_infinity.model import MoE
@@ -202,7 +203,8 @@ class Passes:
         """Give a sequence its cache, with what is known of its prompt. Its last token is computed
         in any case: there is no first token without its logits.
         """
-        sequence.cache = cache = DynamicCache(config=self._moe.model.config)
+        cache = new_cache(self._moe.model.config, self._moe.config.kv_dtype)
+        sequence.cache = cache
         is_apart = sequence.request.reads_all or sequence.num_forgotten > 0
         if self.prefixes.num_bytes == 0 or is_apart:
             return cache

@@ -53,7 +53,7 @@ def test_a_layer_that_computes_a_little_otherwise_is_left_alone(tmp_path):
     other = copy.deepcopy(layer)
     other.self_attn.q_norm.forward = lambda x: x
     assert isinstance(find_attention(other, rotations), FellBack)
-    KernelLayers(Scaled(layer), None)
+    KernelLayers(Scaled(layer), None, "auto")
 
 
 @pytest.mark.parametrize("part", ["block", "router"])

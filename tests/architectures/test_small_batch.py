@@ -103,7 +103,7 @@ def layers():
     """A model, and one that takes small batches, with the same weights."""
     plain, small = Layers(), Layers()
     small.load_state_dict(plain.state_dict())
-    steps = SmallBatchSteps(small, None)
+    steps = SmallBatchSteps(small, None, "auto")
     with torch.no_grad():
         yield plain, small
     steps.close()
@@ -207,7 +207,7 @@ def test_torch_has_one_thread_in_a_short_step_and_all_of_them_after_it(layers):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("mask", [None, "bool", "float", "by head"])
 def test_attention_is_that_of_transformers_and_of_no_other_heads(mask, dtype):
-    SmallBatchSteps(nn.Module(), None).close()
+    SmallBatchSteps(nn.Module(), None, "auto").close()
     small = ALL_ATTENTION_FUNCTIONS["sdpa"]
     assert small is not sdpa_attention_forward
     module = nn.Module()

@@ -26,6 +26,7 @@ NUM_SLOTS, NUM_EXPERTS = 16, 32
 NEEDS = StepBytes(
     kv=KvBytes(per_token=MIB, per_window_token=0, window=0),
     per_token=2 * MIB,
+    per_context=0,
     experts_per_token=MIB,
     per_pair=0,
     is_causal=True,
@@ -201,6 +202,12 @@ def test_pairs_count_only_where_attention_makes_something_of_them():
     assert replace(needs, is_causal=False).of_pass(100, 100) == 100 * 2 * MIB + 10 * 100 * 100
 
 
+def test_what_is_unpacked_while_a_layer_attends_counts_for_each_token_that_is_seen():
+    needs = replace(NEEDS, per_context=10)
+    assert needs.of_pass(100, 100) == 100 * 2 * MIB + 10 * 100
+    assert needs.of_pass(1, 300) == 2 * MIB + 10 * 300
+
+
 class Config(SimpleNamespace):
     def get_text_config(self, decoder: bool = False) -> Config:
         return self
@@ -215,9 +222,22 @@ def test_windows_keep_no_more_than_their_tokens_and_latents_are_shared():
         Config(**base, num_key_value_heads=2, layer_types=kinds, sliding_window=10), item_bytes=4
     )
     assert (kv.per_token, kv.per_window_token, kv.of_window) == (128, 384, 3840)
+    chunked = Config(**base, layer_types=["chunked_attention"] * 4, attention_chunk_size=10)
+    assert kv_bytes_of(chunked).of(1000) == 10 * 4 * 2 * 64 * 2
+    windows = Config(**base, sliding_window=10)
+    assert kv_bytes_of(windows) == kv_bytes_of(chunked), "all layers, if the config names no types"
     latents: dict[str, Any] = {"kv_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8}
     kv = kv_bytes_of(Config(**base, **latents, v_head_dim=8))
     assert kv.per_token == 4 * 20 * 2
+
+
+def test_packed_rows_have_a_byte_for_each_number_and_a_scale():
+    base: dict[str, Any] = {"hidden_size": 64, "num_attention_heads": 8, "num_hidden_layers": 4}
+    kv = kv_bytes_of(Config(**base, num_key_value_heads=2), 2, "int8")
+    assert (kv.per_token, kv.dtype) == (4 * 2 * 2 * (8 + 4), "int8")
+    latents: dict[str, Any] = {"kv_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8}
+    kv = kv_bytes_of(Config(**base, **latents, v_head_dim=8), 2, "fp8")
+    assert kv.per_token == 4 * (16 + 4 + 4 + 4), "a latent and what is rotated"
 
 
 def test_what_computes_on_a_gpu_is_not_bounded_by_memory_here():

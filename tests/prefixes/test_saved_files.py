@@ -143,6 +143,7 @@ OTHERS: dict[str, Callable[[Path], dict[str, Any]]] = {
     "dtype: torch.float32, here torch.bfloat16": lambda folder: {"dtype": "bfloat16"},
     "exact: False, here True": lambda folder: {"exact": True},
     "expert_dtype: None, here int8": lambda folder: {"expert_dtype": "int8"},
+    "kv_dtype: auto, here fp8": lambda folder: {"kv_dtype": "fp8"},
     "experts_implementation: auto, here eager": lambda folder: {"experts_implementation": "eager"},
 }
 

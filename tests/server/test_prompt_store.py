@@ -169,12 +169,14 @@ def test_other_weights_dtypes_and_arithmetics_have_other_keys(tiny_checkpoint, t
         (same, {"dtype": "bfloat16"}),
         (same, {"exact": True}),
         (same, {"expert_dtype": "int8"}),
+        (same, {"kv_dtype": "int8"}),
+        (same, {"kv_dtype": "fp8"}),
         (same, {"experts_implementation": "eager"}),
     ):
         with MoE(path, **({"dtype": "float32"} | options)) as moe:
             keys.append(key_of(moe))
     assert keys[0] == keys[1]
-    assert len(set(keys)) == 6
+    assert len(set(keys)) == 8
 
 
 def test_a_model_finds_nothing_of_another_with_equal_shapes(moe, folder, tmp_path):

@@ -43,11 +43,13 @@ from moe_infinity.kernels.cpu.vectors import (
     larger,
     largest_of_lanes,
     load,
+    number_at,
     put_float,
     repeated,
     sum_of_lanes,
 )
 from moe_infinity.kernels.cpu.work import call_rows
+from moe_infinity.kernels.kv_rows import LARGEST
 from moe_infinity.layout import KINDS
 
 FINITE = 1e30  # more than any score
@@ -164,11 +166,15 @@ def _emit_weigh(kind: str, num_vectors: int, context: Any, b: Any, args: Any) ->
         b.store(value, b.inttoptr(at, FLOATS.as_pointer()), align=4)
         b.store(b.fadd(value, b.load(total)), total)
     sums = [cgutils.alloca_once_value(b, FLOATS(None)) for _ in range(num_vectors)]
+    loader = LOADERS[kind]
     with cgutils.for_range(b, num_rows, intp=I64) as loop:
-        at = b.add(scores, b.mul(loop.index, I64(4)))
-        weight = repeated(b, b.load(b.inttoptr(at, F32.as_pointer())))
+        weight = number_at(b, b.add(scores, b.mul(loop.index, I64(4))), 0, F32)
         row = b.add(rows, b.mul(loop.index, row_bytes))
-        for so_far, value in zip(sums, LOADERS[kind].load(b, num_vectors, row), strict=True):
+        if kind in LARGEST:  # packed: the scale is behind the codes
+            scale = b.fmul(number_at(b, row, LANES * num_vectors, F32), F32(loader.left_out))
+            weight = b.fmul(weight, scale)
+        weight = repeated(b, weight)
+        for so_far, value in zip(sums, loader.load(b, num_vectors, row), strict=True):
             b.store(fma(b, value, weight, b.load(so_far)), so_far)
     whole = larger(b, repeated(b, sum_of_lanes(b, b.load(total))), all_lanes(F32, 1 / FINITE))
     for k, so_far in enumerate(sums):

@@ -27,6 +27,7 @@ from moe_infinity.kernels.cpu.layer_call import (
 )
 from moe_infinity.kernels.cpu.linear import product_of
 from moe_infinity.kernels.cpu.product import Product
+from moe_infinity.kernels.cpu.put_row import PACKINGS, row_arguments, row_loop
 from moe_infinity.kernels.cpu.routed import OF_ALL, OF_CHOSEN
 from moe_infinity.kernels.cpu.rows import row_function
 from moe_infinity.kernels.cpu.steps import InnerLoop, arguments_for, loop_for
@@ -111,19 +112,29 @@ class DecoderKernel:
     keeps. decoder_steps.py calls it.
     """
 
-    def __init__(self, layer: Attention, dtype: torch.dtype) -> None:
-        """`dtype` is that of x and of the cache. Raises ValueError for what kernels do not know."""
+    def __init__(self, layer: Attention, dtype: torch.dtype, kv_dtype: str = "auto") -> None:
+        """`dtype` is that of x, and of the cache unless `kv_dtype` packs it. Raises ValueError for
+        what kernels do not know.
+        """
         self.layer = layer
         self.dtype = dtype
-        self._products = _Products.of(layer, dtype)
+        self.packing = "" if kv_dtype == "auto" else kv_dtype
+        self._products = _Products.of(layer, dtype, self.packing)
         self._vectors: list[Tensor] = []  # kept, as the call has their addresses
         self._arrangements: list[array[int]] = []
-        self.key_arguments = arguments_for(
-            self._products.keys, (1, layer.head_width), (1, layer.head_width), 1
-        )
+        width = layer.head_width
+        keys = self._products.keys
+        self.key_arguments = arguments_for(keys, (1, width), (1, width), 1)
+        if self.packing:
+            self.key_arguments = row_arguments(keys, width)
         self.fixed = self._call_of_layer()
         vectors = layer.value_width // LANES
-        self.function: int = layer_function(self._products.keys.kind, vectors).address
+        self.function: int = layer_function(keys.kind, vectors).address
+
+    @property
+    def cache_kind(self) -> str:
+        """The kind of numbers in the cache."""
+        return self._products.keys.kind
 
     @property
     def row_bytes(self) -> tuple[int, ...]:
@@ -147,6 +158,7 @@ class DecoderKernel:
         return LayerCall(**dict.fromkeys(LayerCall._fields, 0))._replace(
             yield_=yield_address(),
             dtype=index_of(self.dtype),
+            packing=PACKINGS.index(self.packing),
             width=len(layer.out),
             num_groups=layer.num_groups,
             per_group=layer.num_heads // layer.num_groups,
@@ -219,7 +231,7 @@ class _Products:
     row_bytes: tuple[int, ...]  # of one sequence: LayerCall's memory, in its order, but scores
 
     @classmethod
-    def of(cls, layer: Attention, dtype: torch.dtype) -> _Products:
+    def of(cls, layer: Attention, dtype: torch.dtype, packing: str) -> _Products:
         """Raises ValueError for what kernels do not know."""
         kind = KINDS.get(dtype)
         first = product_of(layer.products)
@@ -227,6 +239,8 @@ class _Products:
         router = None if layer.router is None else product_of([layer.router.weight])
         width = layer.head_width
         keys = None if kind is None else loop_for(kind, width, group=width, scale=None)
+        if packing:
+            keys = row_loop(packing, width)
         is_unread = layer.router is not None and router is None
         if first is None or last is None or keys is None or is_unread:
             raise ValueError("weights that kernels do not read")

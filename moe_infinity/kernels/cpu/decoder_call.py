@@ -10,7 +10,8 @@
     choice     each sequence's experts; see routed.py
 
 All threads of a team enter, and meet after each stage. Everything is summed in float32. Rounded to
-the model's dtype are the keys and values that the cache keeps, the residual and its norm.
+the model's dtype are the residual and its norm, and the keys and values that the cache keeps unless
+they are packed (put_row.py).
 
 layer_call.py has the numbers that a call gets. Legend: B sequences, D model width, H heads, G heads
 of keys and values, N tokens of the cache with the new one, d width of a head, v of its values.
@@ -38,6 +39,7 @@ from moe_infinity.kernels.cpu.layer_call import (
     SCORE_SCALE,
     LayerCall,
 )
+from moe_infinity.kernels.cpu.put_row import put_row
 from moe_infinity.kernels.cpu.routed import choose
 from moe_infinity.kernels.cpu.team import LINE, fetch_add, wait_for
 from moe_infinity.kernels.cpu.vectors import LANES, float_at, put_float
@@ -127,7 +129,10 @@ def _begin(call):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True)
 def _keep(call, at, count, to):  # type: ignore[no-untyped-def]
-    """Write a key or value into the cache, which has the dtype of x."""
+    """Write a key or value into the cache, which is packed or has the dtype of x."""
+    if call.packing:
+        put_row(at, count, to, call.packing)
+        return
     for i in range(count):
         put_number(to, i, float_at(at, i), call.dtype)
 

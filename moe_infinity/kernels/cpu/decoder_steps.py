@@ -52,7 +52,7 @@ MORE_TOKENS = 1024  # that scores get room for at once
 class Cached(NamedTuple):
     """The cache of one layer; its last row is the new token's, and free."""
 
-    keys: Tensor  # [B, G, N, d]
+    keys: Tensor  # [B, G, N, d], or rows of kernels/kv_rows.py
     values: Tensor  # [B, G, N, v]
 
 
@@ -195,8 +195,8 @@ class DecoderSteps:
         turned = cos.data_ptr(), sin.data_ptr(), 4 * cos.shape[1] if len(cos) > 1 else 0
         mask = (0, 0) if mask_BN is None else (mask_BN.data_ptr(), 4 * mask_BN.shape[1])
         rows = []
-        size = xs[0].itemsize
         for x, (keys, values) in zip(xs, cached, strict=True):
+            size = keys.itemsize
             keys_by = [size * step for step in keys.stride()[:3]]
             values_by = [size * step for step in values.stride()[:3]]
             x_and_angles = x.data_ptr(), *turned
@@ -205,7 +205,9 @@ class DecoderSteps:
             rows.append((num_seqs, keys.shape[2], *x_and_angles, *of_keys, *of_values, *mask))
         stop = first + len(rows)
         self._calls[first:stop, IN_CALL] = rows
-        self._key_arguments[first:stop, ROW_BYTES] = [size * keys.stride(2) for keys, _ in cached]
+        self._key_arguments[first:stop, ROW_BYTES] = [
+            keys.itemsize * keys.stride(2) for keys, _ in cached
+        ]
 
     def _connect(self, layer: int, residents: Residents) -> None:
         """Connect a layer with its experts."""

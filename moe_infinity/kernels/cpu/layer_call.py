@@ -31,7 +31,8 @@ class LayerCall(NamedTuple):
     state: int
     yield_: int
     # of the layer
-    dtype: int  # of x and the cache: the index of its name in BIASES
+    dtype: int  # of x, and of a cache that is not packed: the index of its name in BIASES
+    packing: int  # of the cache: the index of its kind in PACKINGS
     width: int  # D
     num_groups: int  # G
     per_group: int  # H / G

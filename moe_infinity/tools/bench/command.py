@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 OF_MODEL = (
     "device", "device_memory", "policy", "prefetch", "early_router", "preload", "stream_layers",
-    "config_from", "dtype", "expert_dtype", "exact", "experts_implementation", "gpu_engine",
-    "trust_remote_code",
+    "config_from", "dtype", "expert_dtype", "kv_dtype", "exact", "experts_implementation",
+    "gpu_engine", "trust_remote_code",
 )  # fmt: skip
 
 

@@ -21,11 +21,11 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import torch
 from torch import nn
-from transformers import DynamicCache
 
 from moe_infinity.architectures.model_parts import bytes_by_type, is_linear
 from moe_infinity.experts import DTYPE_BYTES, Phase, Step
 from moe_infinity.inspection import Summary
+from moe_infinity.kernels.kv_layers import new_cache
 from moe_infinity.model import MoE
 from moe_infinity.system.machine import disk_bytes_read
 
@@ -179,7 +179,7 @@ class Ours:
 
     def run(self, ids: list[int], num_prompt: int) -> tuple[Sample, Sample]:
         """Return the samples of the prompt and of the tokens after it."""
-        self._cache = DynamicCache(config=self._moe.model.config)
+        self._cache = new_cache(self._moe.model.config, self._moe.config.kv_dtype)
         prompt = self._timed(Phase.PREFILL, [ids[:num_prompt]])
         return prompt, self._timed(Phase.DECODE, [[token_id] for token_id in ids[num_prompt:]])
 

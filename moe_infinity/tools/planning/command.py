@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from moe_infinity.cli.models import config_of
-from moe_infinity.cli.options import ConfigFrom, Model
+from moe_infinity.cli.options import ConfigFrom, KvDtype, Model
 from moe_infinity.cli.terminal import stderr, write
 from moe_infinity.tools.planning.machine import parse_machine
 
@@ -33,6 +33,7 @@ def plan(
         str | None, typer.Option(help="As of `run`, whose default is taken if this is left out.")
     ] = None,
     config_from: ConfigFrom = None,
+    kv_dtype: KvDtype = "auto",
     trace: Annotated[
         Path | None,
         typer.Option(
@@ -47,7 +48,7 @@ def plan(
     Reads config and headers only, those of a hub id over the network.
     """
     told = parse_machine(machine) if machine is not None else None
-    config_of({"host_memory": host_memory})
+    config_of({"host_memory": host_memory, "kv_dtype": kv_dtype})
     # Imported here: torch takes seconds to import.
     from moe_infinity.tools.planning.fit import sizes_of
     from moe_infinity.tools.planning.page import page
@@ -55,7 +56,7 @@ def plan(
     from moe_infinity.tools.planning.speed import Constants
 
     with stderr.status("reading headers"):
-        sizes = sizes_of(model, config_from=config_from)
+        sizes = sizes_of(model, config_from=config_from, kv_dtype=kv_dtype)
     with stderr.status("measuring this machine"):
         found = told or measured_machine(sizes, measures_disk=not quick)
     planned = PlannedRun(host_memory=host_memory, config_from=config_from, trace=trace)

@@ -207,9 +207,9 @@ class ModelSizes:
         return asdict(self) | {"folder": folder, "activated_params": self.activated_params}
 
 
-def sizes_of(model: str, *, config_from: str | None = None) -> ModelSizes:
+def sizes_of(model: str, *, config_from: str | None = None, kv_dtype: str = "auto") -> ModelSizes:
     """Return the sizes of a folder, GGUF file or hub id. If it is not on this machine, only headers
-    are read from the hub. `config_from` names another config, as for `run`. Raises CheckpointError,
+    are read from the hub. `config_from` and `kv_dtype` are as for `run`. Raises CheckpointError,
     UnsupportedModelError, and what `hollow_copy` raises.
     """
     plan_of = partial(plan_from_headers, config_from=config_from, dtype="auto")
@@ -217,13 +217,13 @@ def sizes_of(model: str, *, config_from: str | None = None) -> ModelSizes:
     is_named = model.startswith((".", "/", "~")) or Path(model).exists()
     if found is None or (found == model and not is_named):
         with hollow_copy(model) as path:
-            return _sizes(model, plan_of(str(path)), None)
+            return _sizes(model, plan_of(str(path)), None, kv_dtype)
     plan = plan_of(found)
     path = expanded(found)
-    return _sizes(model, plan, path if path.is_dir() else path.parent)
+    return _sizes(model, plan, path if path.is_dir() else path.parent, kv_dtype)
 
 
-def _sizes(model: str, plan: Plan, folder: Path | None) -> ModelSizes:
+def _sizes(model: str, plan: Plan, folder: Path | None, kv_dtype: str) -> ModelSizes:
     if plan.top_k is None:
         raise UnsupportedModelError(
             f"{model}: its config does not say how many experts a token uses, so nothing can be "
@@ -235,7 +235,7 @@ def _sizes(model: str, plan: Plan, folder: Path | None) -> ModelSizes:
     unread = stored_bytes([*tables.values(), *(embedding.values() if head else ())])
     known = {*embedding, *head, *tables}
     others = [w for name, w in plan.dense.items() if name not in known]
-    step = plan.step_bytes
+    step = plan.step_bytes(kv_dtype)
     return ModelSizes(
         model=model,
         architecture=plan.architecture,

@@ -88,6 +88,8 @@ def _tiers(plan: RunPlan) -> list[str]:
     for tier in plan.outlook.fit.tiers:
         lines.append(_tier_line(tier, plan.sizes.total_experts))
     lines.append(f"KV cache: room for {plan.planned.context:,} tokens. Programs: Python and torch.")
+    if plan.sizes.kv.dtype != "auto":
+        lines.append(f"Keys and values: {plan.sizes.kv}.")
     return lines
 
 

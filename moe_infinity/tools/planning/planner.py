@@ -77,6 +77,8 @@ class RunPlan:
         run = f'moe-infinity run {model} -p "Write a haiku about rain." --report'
         if self.planned.config_from is not None:
             run += f" --config {quote(self.planned.config_from)}"
+        if self.sizes.kv.dtype != "auto":
+            run += f" --kv-dtype {self.sizes.kv.dtype}"
         if self.planned.host_memory is not None:
             run += f" --host-memory {quote(self.planned.host_memory)}"
         download = (f"moe-infinity pull {model}",) if self.sizes.folder is None else ()

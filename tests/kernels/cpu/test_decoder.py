@@ -19,6 +19,7 @@ from moe_infinity.kernels.cpu.decoder import (
     Router,
 )
 from moe_infinity.kernels.cpu.decoder_steps import Cached, DecoderSteps
+from moe_infinity.kernels.kv_rows import packed_rows, unpacked_rows
 from moe_infinity.layout import PackedWeight
 
 WIDTH = 96
@@ -117,8 +118,12 @@ def reference(
     keys: Tensor,
     values: Tensor,
     mask: Tensor | None,
+    *,
+    stored: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, ...]:
-    """Residual, its norm, logits, choice, shares, and the new keys and values, in float64."""
+    """Residual, its norm, logits, choice, shares, and the new keys and values, in float64. They are
+    seen as they are `stored`, by default rounded to the dtype of x.
+    """
     dtype = x.dtype
     x = x.double()
     num_seqs = len(x)
@@ -143,9 +148,9 @@ def reference(
         ).view(k.shape)
     cos, sin = (angle.double()[:, None] for angle in angles)
     q, k = (rotate(y, cos, sin, attention.pairs) for y in (q, k))
-    k, v = k.to(dtype), v.to(dtype)
-    keys = torch.cat([keys[:, :, :-1], k[:, :, None]], 2).double()
-    values = torch.cat([values[:, :, :-1], v[:, :, None]], 2).double()
+    new = stored or (k.to(dtype), v.to(dtype))
+    keys = torch.cat([keys[:, :, :-1], new[0][:, :, None]], 2).double()
+    values = torch.cat([values[:, :, :-1], new[1][:, :, None]], 2).double()
     repeated = heads // groups
     scores = (keys.repeat_interleave(repeated, 1) @ q[..., None])[..., 0] * attention.scale
     if mask is not None:
@@ -162,6 +167,56 @@ def reference(
     residual = x + out
     normed = rms_norm(residual, attention.residual_norm.double(), attention.residual_norm_eps)
     return residual, normed, *routing(attention.router, normed), k, v
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize(
+    "case", [{}, {"norms": "all"}, {"has_bias": True, "has_sinks": True}], ids=str
+)
+@pytest.mark.parametrize("shape", FAST)
+@pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
+def test_packed_rows_are_read_and_written_as_they_are(shape, kv_dtype, case):
+    """By the definition of a row, new ones from what float64 gives: at most one code apart."""
+    attention = layer(shape, dtype=torch.float32, **case)
+    steps = DecoderSteps([DecoderKernel(attention, torch.float32, kv_dtype)])
+    _, groups, *widths = SHAPES[shape]
+    for num_seqs, num_tokens in [(1, 1), (3, 37)]:
+        x = 3 * torch.randn(num_seqs, WIDTH)
+        angle = torch.randn(num_seqs, attention.rotated // 2) * 3
+        angles = angle.cos(), angle.sin()
+        rows = [
+            packed_rows(torch.randn(num_seqs, groups, num_tokens + 5, width), kv_dtype)
+            for width in widths
+        ]
+        cached = Cached(*(each[:, :, :num_tokens] for each in rows))
+        mask = torch.zeros(num_seqs, num_tokens)
+        mask[-1, : num_tokens // 3] = -torch.inf
+        before = (
+            unpacked_rows(cached.keys, kv_dtype, torch.float64),
+            unpacked_rows(cached.values, kv_dtype, torch.float64),
+        )
+        found = steps.attend(0, x, angles, cached, mask)
+        keys, values = (unpacked_rows(each[:, :, -1], kv_dtype, torch.float64) for each in cached)
+        wanted = reference(attention, x, angles, *before, mask, stored=(keys, values))
+        assert torch.equal(found.top_k_index_BK, wanted[3])
+        for one, other in zip(found, wanted, strict=False):
+            size = other.double().abs().max()
+            assert (one.double() - other.double()).abs().max() <= 2e-6 * size
+        for one, other in zip((keys, values), wanted[5:], strict=True):
+            largest = other.abs().amax(-1, keepdim=True)
+            step = (
+                largest / 127
+                if kv_dtype == "int8"
+                else (other.abs() / 8).clamp(min=largest / 2**17)
+            )
+            assert ((one - other).abs() <= 0.51 * step).all()
+
+
+@pytest.mark.parametrize("width", [8, 24, 40])
+def test_rows_that_vectors_do_not_fill_are_refused(width, monkeypatch):
+    monkeypatch.setitem(SHAPES, "uneven", (2, 2, width, 16))
+    with pytest.raises(ValueError, match="do not read"):
+        DecoderKernel(layer("uneven", dtype=torch.float32), torch.float32, "int8")
 
 
 CASES = [

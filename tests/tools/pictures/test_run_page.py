@@ -16,6 +16,7 @@ import pytest
 from moe_infinity import MoE
 from moe_infinity.cache.counters import Counters, PhaseCounters, PrefetchCounters
 from moe_infinity.errors import OutputError
+from moe_infinity.memory.needs import KvBytes
 from moe_infinity.predict.eamc import RequestEam
 from moe_infinity.report import Report, TierOccupancy
 from moe_infinity.tools.pictures import run_page
@@ -69,7 +70,8 @@ def a_run(**changes: Any) -> FinishedRun:
     report = Report(
         policy="lru", experts="as stored, fast", prefill=PhaseCounters(misses=3, steps=1, tokens=2),
         decode=PhaseCounters(hits=6, late_hits=1, misses=1, steps=2, tokens=2),
-        startup_bytes_read=1, dense_types={}, row_types={}, prefetches=PrefetchCounters(),
+        startup_bytes_read=1, dense_types={}, row_types={}, kv=KvBytes(1024, 0, 0),
+        prefetches=PrefetchCounters(),
         preload=Counters().preload, evictions=0, tiers=(TierOccupancy("host", 3, 4, 2048),),
         paths=(),
     )  # fmt: skip
