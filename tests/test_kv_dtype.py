@@ -27,8 +27,8 @@ pytestmark = pytest.mark.arithmetic
 KV_DTYPES = ("int8", "fp8")
 TOKENS = torch.tensor([TEXT[:60]])
 # Of the largest logit. Two ways to sum in float32 may round a number to neighbouring codes; 1e-5
-# was seen. Packing itself changes these models by more than 0.1.
-NEAR = 2e-3
+# was seen. Packing itself changes these models by 0.01 and more.
+NEAR = 5e-4
 
 
 @pytest.fixture(scope="module", params=["Qwen3Moe", "GptOss"])

@@ -1,23 +1,40 @@
-"""The server with keys and values in 8 bits: neighbours, chunks and kept prefixes change no answer."""
+"""The server with keys and values in 8 bits: what neighbours, chunks and kept prefixes change."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from moe_infinity import MoE
 from moe_infinity.prefixes.prefix_tree import BLOCK
 from tests.prefixes.tiny_models import KINDS, TEXT, answer, assert_same, save_tiny
-from tests.server.driving import Client, answered, assert_same_answer, cached, make_engine, run_all
+from tests.server.driving import Client, answered, cached, make_engine, run_all
 from tests.server.test_prompt_store import asked
 
 pytestmark = pytest.mark.arithmetic
 
 # Plain keys and values, windows in some layers and in all, latents, recurrent layers.
 SERVED = ("qwen3_moe", "gpt_oss", "mixtral", "deepseek_v3", "qwen3_next")
+
+
+# Of logprobs, where sums in another order give a number the neighbouring code; 1.3e-4 was seen.
+STEP = 2e-3
+
+
+def assert_near(found: Client, expected: Client) -> None:
+    """The same tokens, of logprobs that are near, up to the first that is near a tie."""
+    tokens = [token.chosen for output in expected.outputs for token in output.tokens]
+    margins = [one[1] - other[1] for one, other in (t.alternatives[:2] for t in tokens)]
+    num_sure = next((at for at, each in enumerate(margins) if each <= 2 * STEP), len(margins))
+    assert num_sure > 0, "take another prompt"
+    assert found.token_ids[:num_sure] == expected.token_ids[:num_sure]
+    np.testing.assert_allclose(
+        found.logprobs[:num_sure], expected.logprobs[:num_sure], rtol=0, atol=STEP
+    )
 
 
 @pytest.fixture(scope="module", params=SERVED)
@@ -44,7 +61,7 @@ def test_rows_that_join_and_leave_a_batch_get_what_they_get_alone(moe):
     ]
     run_all(engine, *clients)
     for client, prompt, length in zip(clients, prompts, lengths, strict=True):
-        assert_same_answer(client, answered(without, prompt, max_new_tokens=length))
+        assert_near(client, answered(without, prompt, max_new_tokens=length))
 
 
 @pytest.mark.sample(4)
@@ -57,9 +74,9 @@ def test_a_kept_prefix_has_the_rows_that_were_computed(moe):
     first, again = (answered(engine, prompt) for _ in range(2))
     longer = answered(engine, [*prompt, *TEXT[300:320]])
     assert cached(first) == 0
-    assert cached(longer) >= cached(again) > 0
-    assert_same_answer(again, first)
-    assert_same_answer(longer, answered(without, [*prompt, *TEXT[300:320]]))
+    assert cached(longer) == len(prompt)
+    assert_near(again, first)
+    assert_near(longer, answered(without, [*prompt, *TEXT[300:320]]))
 
 
 def test_a_stored_prompt_of_another_type_is_never_used(tiny_checkpoint, tmp_path):
