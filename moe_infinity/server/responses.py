@@ -35,6 +35,7 @@ class ResponseAnswer(ChatAnswer):
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
         }
+        self._names = asked.names_in_namespaces()
         self._id = f"resp_{uuid.uuid4().hex}"
         self._item_id = f"msg_{uuid.uuid4().hex}"
         self._num_events = 0
@@ -109,7 +110,7 @@ class ResponseAnswer(ChatAnswer):
             "type": "function_call",
             "id": call.id.replace("call_", "fc_"),
             "call_id": call.id,
-            "name": call.name,
+            **self._names.get(call.name, {"name": call.name}),
             "arguments": call.arguments,
             "status": "completed",
         }

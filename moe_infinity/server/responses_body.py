@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import chain
 from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
@@ -37,6 +38,54 @@ MetadataKey = Annotated[str, Field(max_length=64)]
 MetadataValue = Annotated[str, Field(max_length=512)]
 
 
+def full_name(namespace: str | None, name: str) -> str:
+    """Return the name by which a model knows a function: chat templates have no namespaces."""
+    return name if namespace is None else f"{namespace.rstrip('_')}__{name}"
+
+
+class ResponseTool(ToolOfType):
+    """A tool. All but functions are tools of OpenAI's own servers, or of a certain client."""
+
+    known_type = "function"
+    name: str | None = None
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None  # without effect: calls that are required fit the schema
+
+    def for_chat(self, namespace: str | None) -> dict[str, Any]:
+        function = self.model_dump(include={"description", "parameters"}, exclude_none=True)
+        name = full_name(namespace, self.name or "")
+        return {"type": "function", "function": {"name": name, "parameters": {}} | function}
+
+    def echoed(self) -> dict[str, Any]:
+        return {"type": "function"} | self.model_dump(exclude={"type"})
+
+
+class Namespace(Body):
+    """A group of tools, those of one MCP server say."""
+
+    type: Literal["namespace"]
+    name: str
+    description: str = ""  # without effect: chat templates have no place for it
+    tools: Items[ResponseTool] = Field(default_factory=list)
+
+    def echoed(self) -> dict[str, Any]:
+        tools = [tool.echoed() for tool in self.tools if tool.left_out() is None]
+        return self.model_dump(exclude={"tools"}) | {"tools": tools}
+
+
+def kind_of_tool(tool: Any) -> str:
+    """The tag in ToolOrNamespace of a tool."""
+    is_namespace = isinstance(tool, dict) and tool.get("type") == "namespace"
+    return "namespace" if is_namespace else "tool"
+
+
+ToolOrNamespace = Annotated[
+    Annotated[ResponseTool, Tag("tool")] | Annotated[Namespace, Tag("namespace")],
+    Discriminator(kind_of_tool),
+]
+
+
 class InputMessage(Body):
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
@@ -51,11 +100,13 @@ class FunctionCall(Body):
 
     type: Literal["function_call"]
     call_id: str
+    namespace: str | None = None
     name: str
     arguments: str = ""
 
     def for_chat(self) -> Message:
-        function = {"name": self.name, "arguments": self.arguments}
+        name = full_name(self.namespace, self.name)
+        function = {"name": name, "arguments": self.arguments}
         call = {"id": self.call_id, "type": "function", "function": function}
         return Message.model_validate({"role": "assistant", "tool_calls": [call]})
 
@@ -98,6 +149,16 @@ class ReasoningItem(Body):
         return Message(role="assistant", reasoning_content=text or None)
 
 
+class AdditionalTools(Body):
+    """Tools that are offered from this item on."""
+
+    type: Literal["additional_tools", "tool_search_output"]
+    tools: Items[ToolOrNamespace] = Field(default_factory=list)
+
+    def for_chat(self) -> None:
+        return None
+
+
 class OtherItem(Body):
     """A call of a tool of OpenAI's own servers, or its result."""
 
@@ -131,7 +192,8 @@ def kind_of(item: Any) -> str:
 
 KINDS = (
     "message", "function_call", "custom_tool_call", "function_call_output",
-    "custom_tool_call_output", "reasoning", "item_reference",
+    "custom_tool_call_output", "reasoning", "item_reference", "additional_tools",
+    "tool_search_output",
 )  # fmt: skip
 InputItem = Annotated[
     Annotated[InputMessage, Tag("message")]
@@ -141,6 +203,8 @@ InputItem = Annotated[
     | Annotated[CallOutput, Tag("custom_tool_call_output")]
     | Annotated[ReasoningItem, Tag("reasoning")]
     | Annotated[ItemReference, Tag("item_reference")]
+    | Annotated[AdditionalTools, Tag("additional_tools")]
+    | Annotated[AdditionalTools, Tag("tool_search_output")]
     | Annotated[OtherItem, Tag("other")],
     Discriminator(kind_of),
 ]
@@ -172,20 +236,6 @@ def _joined(last: Message, new: Message) -> Message:
         "reasoning_content": reasoning or None,
     }
     return last.model_copy(update=changed)
-
-
-class ResponseTool(ToolOfType):
-    """A tool. All but functions are tools of OpenAI's own servers, or of a certain client."""
-
-    known_type = "function"
-    name: str | None = None
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None  # without effect: calls that are required fit the schema
-
-    def for_chat(self) -> dict[str, Any]:
-        function = self.model_dump(include={"name", "description", "parameters"}, exclude_none=True)
-        return {"type": "function", "function": {"parameters": {}} | function}
 
 
 class FlatSchemaFormat(JsonSchema):
@@ -237,7 +287,7 @@ class ResponsesBody(SampledBody):
     max_output_tokens: int | None = Field(None, ge=1)
     top_logprobs: int | None = Field(None, ge=0, le=LOGPROBS.most)
     include: Items[str] | None = None  # only message.output_text.logprobs has an effect
-    tools: Items[ResponseTool] | None = None
+    tools: Items[ToolOrNamespace] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedChoice | AllowedChoice | None = None
     stream_options: EventOptions | None = None
     metadata: (
@@ -271,7 +321,7 @@ class ResponsesBody(SampledBody):
             "max_completion_tokens": self.max_output_tokens,
             "logprobs": has_logprobs,
             "top_logprobs": self.top_logprobs if has_logprobs else None,
-            "tools": [tool.for_chat() for tool in self._functions] or None,
+            "tools": [tool.for_chat(namespace) for namespace, tool in self._functions] or None,
             "tool_choice": choice.for_chat() if isinstance(choice, Body) else choice,
             "response_format": None if self.text is None else self.text.for_chat(),
             "parallel_tool_calls": self.parallel_tool_calls,
@@ -282,12 +332,27 @@ class ResponsesBody(SampledBody):
         return ChatBody.model_validate(self.sampling_fields() | chat)
 
     @property
-    def _functions(self) -> list[ResponseTool]:
-        functions = [tool for tool in self.tools or () if tool.left_out() is None]
-        for at, tool in enumerate(functions):
-            if tool.name is None:
+    def _functions(self) -> list[tuple[str | None, ResponseTool]]:
+        """Functions, each with the name of its namespace."""
+        items = [] if isinstance(self.input, str) else self.input
+        later = [item.tools for item in items if isinstance(item, AdditionalTools)]
+        functions = []
+        for tool in chain(self.tools or (), *later):
+            namespace = tool.name if isinstance(tool, Namespace) else None
+            tools = tool.tools if isinstance(tool, Namespace) else [tool]
+            functions += [(namespace, each) for each in tools if each.left_out() is None]
+        for at, (_, function) in enumerate(functions):
+            if function.name is None:
                 raise refused_field(("tools", str(at), "name"), "Field required")
         return functions
+
+    def names_in_namespaces(self) -> dict[str, dict[str, str]]:
+        """The fields that name a function in a call, by the name that the model knows."""
+        return {
+            full_name(namespace, str(tool.name)): {"namespace": namespace, "name": str(tool.name)}
+            for namespace, tool in self._functions
+            if namespace is not None
+        }
 
     def echoed_fields(self) -> dict[str, Any]:
         """The fields of the request that an answer repeats."""
@@ -308,9 +373,7 @@ class ResponsesBody(SampledBody):
             "tool_choice": choice.model_dump(exclude_none=True)
             if isinstance(choice, Body)
             else choice,
-            "tools": [
-                {"type": "function"} | tool.model_dump(exclude={"type"}) for tool in self._functions
-            ],
+            "tools": [tool.echoed() for tool in self.tools or () if tool.left_out() is None],
             "top_logprobs": self.top_logprobs or 0,
             "truncation": "disabled",
             "user": self.user,
