@@ -48,26 +48,6 @@ def test_the_items_of_one_answer_become_one_message():
     assert (last["role"], last["content"]) == ("assistant", "No")
 
 
-def test_tools_in_namespaces_are_functions_of_a_longer_name():
-    function = {"type": "function", **FUNCTION}
-    inner = [function, {"type": "custom", "name": "g"}]
-    call = {"type": "function_call", "call_id": "a", "namespace": "mcp__desk", "name": "f"}
-    called = [call, {"type": "function_call_output", "call_id": "a", "output": "1"}]
-    more = {"type": "additional_tools", "role": "developer", "tools": [function | {"name": "h"}]}
-    fields = {
-        "input": [{"role": "user", "content": "hi"}, *called, more],
-        "tools": [function, {"type": "namespace", "name": "mcp__desk", "tools": inner}],
-    }
-    body = ResponsesBody.model_validate(fields)
-    names = ["f", "mcp__desk__f", "h"]
-    assert [tool.function and tool.function.name for tool in body.for_chat().tools or ()] == names
-    assert chat_messages(body)[1]["tool_calls"][0]["function"]["name"] == "mcp__desk__f"
-    known = {"namespace": "mcp__desk", "name": "f"}
-    assert body.names_in_namespaces() == {"mcp__desk__f": known}
-    plain, grouped = body.echoed_fields()["tools"]
-    assert (plain["name"], [tool["name"] for tool in grouped["tools"]]) == ("f", ["f"])
-
-
 def test_blocks_of_text_are_read_and_others_left_out():
     document = {"type": "document", "title": "T", "source": {"type": "text", "data": "D"}}
     found: dict[str, Any] = {"type": "search_result", "title": "S", "source": "U"}

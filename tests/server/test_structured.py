@@ -296,24 +296,6 @@ def test_responses_and_messages_call_what_they_must(server, client):
                 require_fit(use.input)
 
 
-def test_a_call_of_a_tool_in_a_namespace_names_both(client):
-    """So Codex offers the tools of MCP servers, and knows calls of them."""
-    flat: Any = [{"type": "function", **tool["function"]} for tool in TOOLS]
-    group: Any = {"type": "namespace", "name": "mcp__desk", "description": "", "tools": flat}
-    wishes: dict[str, Any] = {"tool_choice": "required", "parallel_tool_calls": False}
-    with client.responses.stream(
-        model="demo", input="hi", tools=[group], max_output_tokens=200, temperature=0, **wishes
-    ) as stream:
-        events = list(stream)
-        answer = stream.get_final_response()
-    (item,) = [item for item in answer.output if item.type == "function_call"]
-    assert item.namespace == "mcp__desk"
-    assert item.name in [tool["name"] for tool in flat]
-    (done,) = [each for each in events if each.type == "response.function_call_arguments.done"]
-    assert (done.name, done.arguments) == (item.name, item.arguments)
-    assert answer.tools[0].name == "mcp__desk"
-
-
 def test_with_tools_that_may_be_called_an_answer_is_a_call_or_fits(client):
     answer = ask(client, tools=TOOLS, response_format=schema_format(SCHEMA), max_tokens=400)
     message = answer.choices[0].message
