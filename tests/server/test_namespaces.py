@@ -43,8 +43,8 @@ def test_a_call_of_a_tool_in_a_namespace_names_both(demo: MoE):
     asked |= {"tool_choice": "required", "parallel_tool_calls": False, "max_output_tokens": 200}
     with serving(demo, served_name="demo") as server, server.client() as client:
         with client.responses.stream(**asked) as stream:
-            events = list(stream)
-            answer = stream.get_final_response()
+            events: list[Any] = list(stream)
+            answer: Any = stream.get_final_response()
         (item,) = [item for item in answer.output if item.type == "function_call"]
         assert (item.namespace in ("mcp__desk", "mcp__attic__"), item.name) == (True, "look")
         kind = "response.function_call_arguments.done"
@@ -53,5 +53,5 @@ def test_a_call_of_a_tool_in_a_namespace_names_both(demo: MoE):
         assert [group.name for group in answer.tools] == ["mcp__desk", "mcp__attic__"]
         result = {"type": "function_call_output", "call_id": item.call_id, "output": "red"}
         said = [{"role": "user", "content": "hi"}, item.model_dump(), result]
-        again = client.responses.create(**(asked | {"input": said, "tool_choice": "none"}))
+        again: Any = client.responses.create(**(asked | {"input": said, "tool_choice": "none"}))
         assert again.output_text
