@@ -276,6 +276,7 @@ def test_what_it_cannot_work_with_is_an_error_with_a_hint(tiny_checkpoint, tmp_p
         tiny_checkpoint, device(), early_router=True, prefetch=True
     )
     assert "its results are not exact" in refused(tiny_checkpoint, device(), exact=True)
+    assert "packed keys and values" in refused(tiny_checkpoint, device(), kv_dtype="int8")
     tiny_model(architectures_in("dbrx")[-1]).save_pretrained(tmp_path)
     assert "more than an activation between two products" in refused(tmp_path, device())
 
@@ -294,6 +295,7 @@ def test_a_gpu_has_graphs_where_the_model_allows_it(tiny_checkpoint, monkeypatch
     assert is_driven_by_graphs(host_memory="40%")
     assert is_driven_by_graphs(prefetch=True)
     assert not is_driven_by_graphs(exact=True)
+    assert not is_driven_by_graphs(kv_dtype="int8")
     assert not is_driven_by_graphs(gpu_engine="host")
     monkeypatch.setattr(engine, "disagreement", lambda *_, **__: "it is far away")
     assert not is_driven_by_graphs()
