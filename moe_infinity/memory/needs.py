@@ -69,7 +69,9 @@ def kv_bytes_of(config: Any, item_bytes: int = ITEM_BYTES, kv_dtype: str = "auto
     usual = "sliding_attention" if window else "full_attention"  # as transformers' caches do
     types = getattr(config, "layer_types", None)
     types = types or [usual] * _number(config, "num_hidden_layers")
-    layers = getattr(config, "per_layer_config", None) or [config] * len(types)
+    layers = [config] * len(types)
+    if hasattr(config, "num_hidden_layers"):  # not of every class: transformers counts by it
+        layers = getattr(config, "per_layer_config", None) or layers
     kept = {False: 0, True: 0}  # by whether a window is all that a layer keeps
     for kind, layer in zip(types, layers, strict=False):
         if kind not in NO_KEYS:

@@ -19,17 +19,15 @@ def own_cache(model: Any, kv_dtype: str, named: Mapping[str, Any]) -> dict[str, 
     more than they say; none if stock caches do, or the caller brings one. `named` are the other
     arguments. Raises ConfigError for those that make another cache than can be packed.
     """
+    has_own = type(model).generate is not GenerationMixin.generate or "generate" in vars(model)
+    if has_own and kv_dtype == "auto":
+        return {}
     if model.config.is_encoder_decoder or not model._supports_default_dynamic_cache():
         return {}
-    cache = new_cache(model.config, kv_dtype)
-    has_windows = any(isinstance(layer, WINDOWS) for layer in cache.layers)
-    if cache_in(named) is not None or (kv_dtype == "auto" and not has_windows):
-        return {}
     settings = merged_settings(model, named)
-    if settings.use_cache is False:
+    if settings.use_cache is False or cache_in(named) is not None:
         return {}
     implementation = settings.cache_implementation
-    has_own = type(model).generate is not GenerationMixin.generate or "generate" in vars(model)
     others = {
         # transformers 5.24: with an assistant and a cache the tokens are wrong
         "an assistant or prompt lookup": settings.get_generation_mode(named.get("assistant_model"))
@@ -38,8 +36,11 @@ def own_cache(model: Any, kv_dtype: str, named: Mapping[str, Any]) -> dict[str, 
         "a generate() of the model's own": has_own,
     }
     reason = next((other for other, is_so in others.items() if is_so), None)
-    if reason is None:
-        return {cache_parameter(GenerationMixin.prepare_inputs_for_generation): cache}
-    if kv_dtype != "auto":
-        raise ConfigError(f"kv_dtype={kv_dtype!r} does not go with {reason}")
-    return {}
+    if reason is not None:
+        if kv_dtype != "auto":
+            raise ConfigError(f"kv_dtype={kv_dtype!r} does not go with {reason}")
+        return {}
+    cache = new_cache(model.config, kv_dtype)
+    if kv_dtype == "auto" and not any(isinstance(layer, WINDOWS) for layer in cache.layers):
+        return {}
+    return {cache_parameter(GenerationMixin.prepare_inputs_for_generation): cache}
