@@ -51,7 +51,7 @@ class Turn:
     messages: list[dict[str, str]]
     text: str = ""
     first_s: float = 0.0
-    gap_s: float = 0.0  # the longest between two pieces of the answer
+    gap_s: float = 0.0  # the longest between two pieces of the answer, of a token or more each
     prompt_tokens: int = 0
     cached_tokens: int = 0
 
@@ -254,7 +254,7 @@ def show(running: Server, turns: list[Turn], what: str) -> None:
         "first_s": [round(turn.first_s, 2) for turn in turns],
         "longest_gap_of_clients_s": round(max(turn.gap_s for turn in turns), 2),
         "longest_gap_s": round(stats["longest_gap_s"], 2),
-        "computed_prompt_tokens": stats["prompt_tokens"],
+        "computed_prompt_tokens": stats["prompt_tokens"] - stats["cached_tokens"],
         "held_bytes": running.peaks.get("held"),
         **events(running.group),
     }
