@@ -17,6 +17,7 @@ import hashlib
 import json
 import os
 import re
+import sys
 import time
 from dataclasses import dataclass, field
 from functools import cache
@@ -102,6 +103,16 @@ def as_sibling(entry: dict[str, Any]) -> dict[str, Any]:
     return sibling
 
 
+class ForgivingServer(ThreadingHTTPServer):
+    """A server to which a client that leaves is no error: it would be told in the output of
+    whatever test runs then.
+    """
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        if not isinstance(sys.exc_info()[1], ConnectionError):
+            super().handle_error(request, client_address)
+
+
 class FakeHub:
     """Serves from construction to `close()`; also a context manager."""
 
@@ -110,7 +121,7 @@ class FakeHub:
         self.requests: list[Request] = []
         self.lock = Lock()
         self.repos: dict[str, Repo] = {}
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
+        self._server = ForgivingServer(("127.0.0.1", 0), _Handler)
         self._server.daemon_threads = True
         vars(self._server)["hub"] = self
         self.endpoint = f"http://127.0.0.1:{self._server.server_port}"
