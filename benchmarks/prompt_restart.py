@@ -1,6 +1,6 @@
 """How long is the first token of a long conversation's next turn after a restart of the server?
 
-    python benchmarks/prompt_restart.py [--tokens 10000] [--folder FOLDER]
+    python benchmarks/prompt_restart.py [--tokens 10000]
 
 A random model with as many bytes of keys and values for each token as a real one of 30 billion
 parameters, 32 KiB, answers a long prompt. Its server is killed, the page cache forgets the store's

@@ -88,9 +88,12 @@ class Branch:
         if sum(map(len, self.experts)) < num_tokens:
             self.has_experts = False
             return None
-        experts_TLK = np.concatenate(self.experts)
+        if len(self.experts) > 1:
+            self.experts = [np.concatenate(self.experts)]
+        (experts_TLK,) = self.experts
         self.experts = [experts_TLK[num_tokens:]]
-        return experts_TLK[:num_tokens]
+        first: Ints = experts_TLK[:num_tokens].copy()  # a view would keep those of the whole prompt
+        return first
 
     def move_to(self, node: Node) -> None:
         """Go on below a whole block that is one below the last."""

@@ -17,7 +17,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
@@ -34,6 +33,7 @@ from moe_infinity.server.decoding import Decoding
 from moe_infinity.server.generation import Generation
 from moe_infinity.server.passes import Passes
 from moe_infinity.server.reading import Left, Reading
+from moe_infinity.server.seating import Seating
 from moe_infinity.server.sequences import (
     DeadlineExceeded,
     Deliver,
@@ -42,7 +42,7 @@ from moe_infinity.server.sequences import (
     Request,
     Running,
 )
-from moe_infinity.server.turns import SeatQueue, Seats, to_yield
+from moe_infinity.server.turns import SeatQueue
 from moe_infinity.system.threads import keep_running
 
 logger = logging.getLogger(__name__)
@@ -70,9 +70,11 @@ class Engine:
         self._waiting = SeatQueue(self.config.max_queue)  # guarded by _changed, as the next two
         self._is_draining = False
         self._is_closing = False
-        self._free_seats = Seats(self.config.max_batch)
         self._prefilling = Reading(self._passes, config)
         self._decoding = Decoding(self._passes)
+        self._seating = Seating(
+            self._waiting, self._changed, self._prefilling, self._decoding, self._passes
+        )
         self._thread: threading.Thread | None = None
 
     # called by any thread
@@ -217,7 +219,7 @@ class Engine:
         """Compute a chunk of one prompt, then one token of every decoding sequence."""
         began = time.perf_counter()
         self._drop_ended()
-        self._admit()
+        self._seating.admit()
         if self._prefilling:
             self._prefill(self._prefilling.next())
         self._decode()
@@ -229,9 +231,7 @@ class Engine:
     def _drop_ended(self) -> None:
         """End the sequences that were cancelled or have passed their deadline."""
         now = time.monotonic()
-        with self._changed:
-            everyone = [*self._waiting, *self._prefilling, *self._decoding]
-        for sequence in everyone:
+        for sequence in self._seating.everyone():
             if sequence in self._prefilling.under_way:
                 continue
             if sequence.is_cancelled:
@@ -241,45 +241,6 @@ class Engine:
                 self.counts.expired += 1
                 allowed = f"{self.config.deadline:g} s"
                 self._leave(sequence, DeadlineExceeded(f"the request took more than {allowed}"))
-
-    def _admit(self) -> None:
-        while True:
-            with self._changed:  # not longer: requests come meanwhile
-                seated = (*self._prefilling, *self._decoding)
-                client = self._waiting.next_client(Counter(s.request.client for s in seated))
-            if client is None or not (self._free_seats or self._free_a_seat(client)):
-                return
-            with self._changed:
-                sequence = self._waiting.pop(client)
-            if not self._passes.can_hold(sequence, seated, self._decoding.num_held):
-                with self._changed:
-                    self._waiting.put_back(sequence)
-                return
-            self._free_seats.give(sequence)
-            sequence.began = min(sequence.began, time.monotonic())
-            if sequence.is_set_aside:
-                sequence.is_set_aside = False
-                self._decoding.add(sequence)
-            else:
-                self._prefilling.add(sequence)
-
-    def _free_a_seat(self, client: str) -> bool:
-        """Let a sequence of a client that has more than its share wait. False if there is none."""
-        seated = sorted((*self._decoding, *self._prefilling), key=lambda each: each.began)
-        seated = [each for each in seated if each not in self._prefilling.under_way]
-        sequence = to_yield(seated, client)
-        if sequence is None:
-            return False
-        if sequence in self._decoding:
-            self._decoding.set_aside(sequence)
-            sequence.is_set_aside = True
-        else:
-            self._prefilling.remove(sequence)
-        self._free_seats.take_back(sequence)
-        sequence.is_known = False
-        with self._changed:
-            self._waiting.put_back(sequence)
-        return True
 
     def _prefill(self, sequence: Running) -> None:
         """Compute a chunk of a prompt. An error ends that sequence only."""
@@ -292,6 +253,11 @@ class Engine:
             is_read = sequence.is_prefilled
             is_last = is_read and self._begin_answer(sequence, logits_V)
         except Left:
+            return
+        except QueueFull as error:
+            is_beside = len(self._prefilling.under_way) > 0  # it is tried again after that pass
+            if not (is_beside or self._seating.let_wait_for_room(sequence)):
+                self._fail(sequence, error)
             return
         except Exception as error:
             self._fail(sequence, error)
@@ -311,7 +277,7 @@ class Engine:
         """
         if self._prefilling.is_time_for_others(self._decoding.ran_at):
             self._drop_ended()
-            self._admit()
+            self._seating.admit()
             self._decode()
             if (beside := self._prefilling.next_beside()) is not None:
                 self._prefill(beside)
@@ -337,7 +303,7 @@ class Engine:
     def _decode(self) -> None:
         """Compute one token of each decoding sequence. An error in choosing a token ends one."""
         newest = self._decoding.newest_without_room()
-        if newest is not None:
+        if newest is not None and not self._seating.let_wait_for_room(newest):
             logger.warning("an answer is cut: memory has no room for its keys and values")
             self.counts.cut += 1
             newest.end_here()
@@ -369,32 +335,20 @@ class Engine:
         self._leave(sequence, error)
 
     def _leave(self, sequence: Running, error: BaseException | None) -> None:
-        """Remove a sequence in any state, free its seat and its cache, then deliver its end."""
+        """Remove a sequence in any state, then deliver its end."""
         self.counts.note_masks(sequence.request.constraint)
-        with self._changed:
-            self._waiting.remove(sequence)
-        if sequence in self._prefilling:
-            self._prefilling.remove(sequence)
-        if sequence in self._decoding:
-            self._decoding.remove(sequence)
-        self._free_seats.take_back(sequence)
-        sequence.cache = None
+        self._seating.remove(sequence)
         sequence.end(error)
 
     def _fail_all(self, error: BaseException) -> None:
         """End every sequence with an error. The state may be inconsistent after an error."""
-        with self._changed:
-            everyone = [*self._waiting, *self._prefilling, *self._decoding]
-            self._waiting.clear()
-            self.counts.failed += len(everyone)
-        self._prefilling.clear()
-        self._decoding.clear()
-        self._free_seats = Seats(self.config.max_batch)
+        everyone = self._seating.clear()
+        self.counts.failed += len(everyone)
         for sequence in everyone:
             sequence.end(error)
 
     def check_invariants(self) -> None:
         """Assert that each seat is free or taken once, and that each sequence has a row."""
-        self._free_seats.check_invariants([*self._prefilling, *self._decoding])
+        self._seating.check_invariants()
         self._decoding.check_invariants()
         self._moe.check_invariants()

@@ -63,7 +63,7 @@ class Passes:
 
     def __init__(self, moe: MoE, config: ServeConfig, store: PromptStore | None) -> None:
         self._moe = moe
-        self._num_seats = config.max_batch
+        self.num_seats = config.max_batch
         self._accepts = {*inspect.signature(moe.model.forward).parameters, "cache"}
         self._require_servable()
         # With one seat a prompt is one pass, as in generate(), unless logits of all its tokens are
@@ -92,7 +92,7 @@ class Passes:
             raise UnsupportedModelError("a model with a cache of its own is not served")
         cache_parameter(model.forward)
         apart = layers_that_cannot_join(model.config)
-        if apart and self._num_seats > 1:
+        if apart and self.num_seats > 1:
             raise UnsupportedModelError(
                 f"the caches of this model cannot be put together ({', '.join(apart)}); "
                 "serve one request at a time with --max-batch 1"
@@ -124,9 +124,7 @@ class Passes:
         start = sequence.num_prefilled
         end = start + self._num_at_once(sequence, is_alone=is_alone)
         is_end = end == len(prompt_ids)
-        can_stop = (
-            self._can_chunk and self._num_seats > 1 and self.lengths.is_usual(len(prompt_ids))
-        )
+        can_stop = self._can_chunk and self.num_seats > 1 and self.lengths.is_usual(len(prompt_ids))
         if sequence.branch is not None and can_stop:
             end, is_end = self.prefixes.pass_end(sequence.branch, key_of(sequence), start, end)
         images = sequence.request.images
@@ -164,17 +162,17 @@ class Passes:
         num_left = length - sequence.num_prefilled
         if not (self._can_chunk and self.lengths.is_usual(length)):
             return num_left  # a chunk would begin anew, or not see how long the whole is
-        if self._chunk is not None and (self._num_seats > 1 or sequence.request.reads_all):
+        if self._chunk is not None and (self.num_seats > 1 or sequence.request.reads_all):
             return min(self._chunk, num_left)
         most = num_left
-        if sequence.request.reads_all or (self._num_seats > 1 and self._room.has_all):
+        if sequence.request.reads_all or (self.num_seats > 1 and self._room.has_all):
             most = USUAL_TOKENS
-        elif not (self._num_seats == 1 or is_alone):
+        elif not (self.num_seats == 1 or is_alone):
             in_time = self._gap_share_s / self._token_layer_s if self._token_layer_s else 0
             most = max(USUAL_TOKENS, int(in_time))
         fitting = self._room.tokens_at_once(num_left, length, most)
         if fitting == 0:
-            raise QueueFull("there is no memory for this prompt beside others: try again later")
+            raise QueueFull("there is no memory for this prompt: try again later")
         return fitting
 
     def _read(self, sequence: Running, step: Step, inputs: dict[str, Any]) -> Tensor:
@@ -307,13 +305,13 @@ class Passes:
     def _step(self, phase: Phase, owners: Sequence[Running], token_ids: Sequence[int]) -> Step:
         """The step for the recorder. `owners` has the sequence of each token."""
         sequence_T = np.array([owner.seat for owner in owners])
-        begins_B = np.zeros(self._num_seats, dtype=bool)
+        begins_B = np.zeros(self.num_seats, dtype=bool)
         begins_B[sequence_T] = [not owner.is_known for owner in owners]
         for owner in owners:
             owner.is_known = True
         return Step(
             phase=phase,
-            num_sequences=self._num_seats,
+            num_sequences=self.num_seats,
             tokens_per_sequence=1,
             begins_B=begins_B,
             token_ids_T=np.array(token_ids),

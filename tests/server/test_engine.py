@@ -337,7 +337,7 @@ def test_a_disk_that_is_gone_fails_all_and_the_next_request_works(tiny_checkpoin
 def test_the_thread_goes_on_after_an_error_of_no_sequence(moe, monkeypatch, caplog):
     engine = make_engine(moe)
     with monkeypatch.context() as patch:
-        patch.setattr(engine, "_admit", lambda: 1 / 0)
+        patch.setattr(engine._seating, "admit", lambda: 1 / 0)
         client = Client(engine, PROMPTS[0])
         engine.start()
         until(lambda: client.is_done)
@@ -357,7 +357,7 @@ def test_the_death_of_the_thread_is_told_to_all_and_remembered(moe, monkeypatch)
         raise AssertionError
 
     engine = make_engine(moe)
-    monkeypatch.setattr(engine, "_admit", lambda: 1 / 0)
+    monkeypatch.setattr(engine._seating, "admit", lambda: 1 / 0)
     monkeypatch.setattr(moe, "check_invariants", contradict)
     client = Client(engine, PROMPTS[0])
     engine.start()

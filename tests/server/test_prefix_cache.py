@@ -271,6 +271,20 @@ def test_blocks_without_bytes_are_bounded_by_memory_too(num_layers):
     assert prefixes.used_bytes == num_bytes
 
 
+def test_a_block_keeps_the_experts_of_no_other_in_memory():
+    prefixes = PrefixCache(100 * BLOCK_BYTES)
+    branch = prefixes.branch("")
+    experts_TLK = np.arange(len(TEXT) * 6).reshape(len(TEXT), 3, 2)
+    for chunk in (experts_TLK[:50], experts_TLK[50:]):
+        branch.note(chunk)
+    prefixes.extend(branch, TEXT, cache_of(TEXT), 0, len(TEXT))
+    blocks = prefixes.find(prefixes.branch(""), TEXT)
+    assert len(blocks) == len(TEXT) // BLOCK
+    kept = [block.experts for block in blocks if block.experts is not None]
+    assert np.array_equal(np.concatenate(kept), experts_TLK[: 12 * BLOCK])
+    assert all(experts.base is None for experts in kept)
+
+
 def test_a_branch_that_was_dropped_meanwhile_grows_no_more():
     prefixes = PrefixCache(2 * BLOCK_BYTES)
     branch = prefixes.branch("")

@@ -267,7 +267,7 @@ def test_the_death_of_the_engine_shows_in_health_and_fails_who_waits(moe):
         waiting = threads.submit(post, server, LONG)
         server.wait_until(lambda: server.engine.state()["decoding"] == 1)
         server.engine._is_consistent = lambda: False  # type: ignore[method-assign]
-        server.engine._admit = lambda: 1 / 0  # type: ignore[method-assign,assignment]
+        server.engine._seating.admit = lambda: 1 / 0  # type: ignore[method-assign,assignment]
         assert waiting.result(10).status_code == 503
         server.wait_until(lambda: server.engine.death is not None)
         health = httpx.get(f"{server.url}/health", timeout=60)
