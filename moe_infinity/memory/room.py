@@ -20,6 +20,7 @@ from moe_infinity.memory.tiers import SlotTier
 from moe_infinity.sizes import format_bytes
 from moe_infinity.system import linux
 from moe_infinity.system.machine import available_memory_bytes, machine_memory_bytes, own_bytes
+from moe_infinity.system.memory import return_free_memory
 
 logger = logging.getLogger(__name__)
 
@@ -87,6 +88,13 @@ class Room:
         """The bytes that are neither taken nor promised to slots."""
         return self.memory.left() - self._tier.bytes_to_come
 
+    def _trim_for(self, num_bytes: int) -> None:
+        """Give back what the process has freed and its heaps still hold, if fewer bytes than these
+        are left: after a prompt an eighth of its memory, and more.
+        """
+        if self.left() < num_bytes:
+            return_free_memory()
+
     def movable(self) -> int:
         """The bytes that slots could leave. Experts in the page cache leave by themselves."""
         return self._num_movable * self._tier.slots.slot_bytes
@@ -107,6 +115,8 @@ class Room:
             needs += self._first_pass_bytes
             self._first_pass_bytes = 0
             self._num_unseen = DECODE_STEPS - 1  # the next decode step looks: slots may come back
+        wants_slots = self._tier.table.num_withdrawn > 0
+        self._trim_for(self.memory.num_bytes if wants_slots else needs)
         spare = self.keep_free(needs)
         if self._tier.table.num_withdrawn and step.phase is Phase.DECODE:
             kept_free = int(self.memory.num_bytes * SPARE_SHARE)
@@ -144,6 +154,7 @@ class Room:
         if self.needs is None:
             return True
         need = self.needs.of_pass(at_once, num_tokens) + self.needs.kv.of(num_tokens)
+        self._trim_for(need - self.movable())
         return need <= self.left() + self.movable()
 
     def most_tokens(self, most: int, *, is_whole: bool) -> int:
@@ -169,7 +180,9 @@ class Room:
         if self.needs is None:
             return min(num_new, most)
         num_absent = self._num_experts - self._tier.table.num_slots
-        left = self.left() - self.needs.kv.of(num_new)
+        kept = self.needs.kv.of(num_new)
+        self._trim_for(self.needs.of_pass(min(num_new, most), context) + kept)
+        left = self.left() - kept
         best = 0
         least_read = math.inf
         for num_passes in range(1, math.ceil(num_new / LEAST_TOKENS) + 1):

@@ -148,6 +148,20 @@ def test_slots_give_way_to_a_prompt_and_come_back(few_slots, alone, monkeypatch)
     assert_same_answer(long, alone["long"])
 
 
+def test_what_was_freed_makes_room_for_a_prompt_before_slots_do(few_slots, alone, monkeypatch):
+    table = few_slots.engine.tiers[-1].table
+    num_slots = table.num_slots
+    leave(few_slots, monkeypatch, 0)
+    monkeypatch.setattr(
+        room_module, "return_free_memory", lambda: leave(few_slots, monkeypatch, 1 << 40)
+    )
+    engine = make_engine(few_slots, max_batch=2, prefix_cache="off")
+    long = Client(engine, LONG)
+    assert chunks_of(engine, long) == [len(LONG)]
+    assert table.num_slots == num_slots
+    assert_same_answer(long, alone["long"])
+
+
 def test_a_prompt_for_which_slots_do_not_make_room_is_read_in_parts(few_slots, alone, monkeypatch):
     room = few_slots.engine.room
     kept = room.needs.kv.of(len(LONG))
