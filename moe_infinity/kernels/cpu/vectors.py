@@ -180,7 +180,7 @@ def exponential(b: Any, x: Any) -> Any:
 
 
 def fma(b: Any, one: Any, other: Any, addend: Any) -> Any:
-    return _call(b, "llvm.fma.v16f32", FLOATS, [one, other, addend])
+    return _call(b, f"llvm.fma.v{one.type.count}f32", one.type, [one, other, addend])
 
 
 def sum_of_lanes(b: Any, vector: Any) -> Any:
@@ -217,7 +217,7 @@ def add_sums(b: Any, vectors: list[Any], at: Any, count: Any, is_first: Any) -> 
 def _sums(b: Any, vectors: list[Any]) -> Any:
     """The sums over the lanes of one, two or four vectors, as one vector."""
     num = len(vectors)
-    width = LANES
+    width = vectors[0].type.count
     while len(vectors) > 1:  # lanes of pairs, so that one addition halves both
         half = width // 2
         pairs = zip(vectors[::2], vectors[1::2], strict=True)
