@@ -159,6 +159,7 @@ def test_what_was_freed_makes_room_for_a_prompt_before_slots_do(few_slots, alone
     long = Client(engine, LONG)
     assert chunks_of(engine, long) == [len(LONG)]
     assert table.num_slots == num_slots
+    run_all(engine, long)
     assert_same_answer(long, alone["long"])
 
 
