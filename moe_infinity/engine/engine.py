@@ -264,7 +264,7 @@ class LocalExperts:
             return
         ongoing = self._ongoing
         others, self._others = self._others, None
-        with self.bookkeeping.set_aside():
+        with self.room.set_aside(self.recorder.step), self.bookkeeping.set_aside():
             others()
         self._others = others
         self._ongoing = ongoing

@@ -11,6 +11,8 @@ from __future__ import annotations
 import logging
 import math
 from bisect import bisect
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from moe_infinity.errors import ConfigError
 from moe_infinity.experts import Phase, Step
@@ -82,11 +84,25 @@ class Room:
         )
         self._num_experts = num_experts
         self._num_unseen = 0  # decode steps since the last look
+        self._set_aside_bytes = 0  # that a pass under way takes again
         self._first_pass_bytes = min(FIRST_PASS_BYTES, memory.num_bytes // 16)
 
     def left(self) -> int:
-        """The bytes that are neither taken nor promised to slots."""
-        return self.memory.left() - self._tier.bytes_to_come
+        """The bytes that are neither taken nor promised to slots or to a pass under way."""
+        return self.memory.left() - self._tier.bytes_to_come - self._set_aside_bytes
+
+    @contextmanager
+    def set_aside(self, step: Step) -> Iterator[None]:
+        """Inside, other steps may run between two layers of this one. What its layers free is
+        theirs again afterwards: no slot comes back there.
+        """
+        before = self._set_aside_bytes
+        if self.needs is not None:
+            self._set_aside_bytes += self.needs.of_pass(step.num_tokens, step.context)
+        try:
+            yield
+        finally:
+            self._set_aside_bytes = before
 
     def _trim_for(self, num_bytes: int) -> None:
         """Give back what the process has freed and its heaps still hold, if fewer bytes than these

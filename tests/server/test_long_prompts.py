@@ -148,6 +148,28 @@ def test_slots_give_way_to_a_prompt_and_come_back(few_slots, alone, monkeypatch)
     assert_same_answer(long, alone["long"])
 
 
+def test_what_a_pass_takes_again_is_kept_for_it_while_others_go_on(few_slots, monkeypatch):
+    leave(few_slots, monkeypatch, 1 << 40)
+    room = few_slots.engine.room
+    left = room.left()
+    engine = make_engine(few_slots, max_batch=3, max_gap=0.0, prefix_cache="off")
+    short = Client(engine, SHORT)
+    engine.step()
+    decode = engine._passes.decode
+    kept: list[int] = []
+
+    def watched(*args):
+        kept.append(left - room.left())
+        return decode(*args)
+
+    monkeypatch.setattr(engine._passes, "decode", watched)
+    long = Client(engine, LONG)
+    engine.step()
+    num_between = len(few_slots.engine.path.computers) - 1
+    assert kept == [room.needs.of_pass(len(LONG), len(LONG))] * num_between + [0]
+    run_all(engine, short, long)
+
+
 def test_what_was_freed_makes_room_for_a_prompt_before_slots_do(few_slots, alone, monkeypatch):
     table = few_slots.engine.tiers[-1].table
     num_slots = table.num_slots
