@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, ValidationError
 
+from moe_infinity.server.anthropic_tools import (
+    Cacheable,
+    ClientTool,
+    NamedToolChoice,
+    Path,
+    ToolChange,
+    ToolChoice,
+    offered_at_the_end,
+)
 from moe_infinity.server.chat import ChatBody, Message
 from moe_infinity.server.efforts import BUDGETS, BudgetTokens, Effort, Thinking
 from moe_infinity.server.fields import (
@@ -14,12 +23,11 @@ from moe_infinity.server.fields import (
     Body,
     Items,
     RequestBody,
-    ToolOfType,
     refused_field,
     short,
 )
 from moe_infinity.server.parts import ImagePart, MediaPart, TextPart
-from moe_infinity.server.protocol import SampledBody, Stop
+from moe_infinity.server.protocol import LIMITS, SampledBody, Stop
 from moe_infinity.server.refusals import BadRequest, wrong_fields
 
 # What this API calls fields of a chat request.
@@ -27,14 +35,9 @@ NAMES = {
     "function.parameters": "input_schema",
     "response_format.json_schema.schema": "output_config.format.schema",
 }
-CHOICES = {"auto": "auto", "any": "required", "none": "none"}  # of tools, in words of the chat API
 # So begins the first block of Claude Code's system prompt. It is left out, because it differs from
 # conversation to conversation: no two would begin with the same tokens.
 ATTRIBUTION = "x-anthropic-billing-header:"
-
-
-class Cacheable(Body):
-    cache_control: Any = None  # without effect: prefixes are kept in any case
 
 
 class TextBlock(Cacheable):
@@ -78,6 +81,7 @@ class CompactionBlock(Cacheable):
 
     type: Literal["compaction"]
     text: str = Field("", alias="content")
+    tool_changes: Items[ToolChange] | None = None  # of what was said before
 
 
 class ThinkingBlock(Body):
@@ -139,6 +143,8 @@ def kind_of(block: Any) -> str:
         return "document" if is_text else "media"
     if kind == "container_upload":
         return "media"
+    if kind in ("tool_addition", "tool_removal"):
+        return "tool_change"
     return kind if kind in KINDS else "other"
 
 
@@ -155,6 +161,7 @@ Block = Annotated[
     | Annotated[RedactedThinkingBlock, Tag("redacted_thinking")]
     | Annotated[ToolUseBlock, Tag("tool_use")]
     | Annotated[ToolResultBlock, Tag("tool_result")]
+    | Annotated[ToolChange, Tag("tool_change")]
     | Annotated[ImagePart, Tag("image")]
     | Annotated[MediaPart, Tag("media")]
     | Annotated[OtherBlock, Tag("other")],
@@ -181,65 +188,58 @@ def parts_of(content: Sequence[Any] | str) -> list[Any]:
     ]
 
 
+class TurnConfig(Body):
+    """Settings of the turn in which a system message comes."""
+
+    effort: Effort | None = None
+
+
 class ConversationTurn(Body):
     """A message of a conversation."""
 
     role: Literal["user", "assistant", "system"]
-    content: Items[Block] | str
+    content: Annotated[Items[Block] | str | None, KEEPS_EMPTY] = None
+    clear_at: Literal["next_user_message", "never"] | None = None
+    output_config: TurnConfig | None = None
 
     def for_chat(self) -> list[Message]:
         """For a user: a message for each result of a tool, then one for the text."""
         if self.role == "assistant":
             return [self._answer()]
-        blocks = [] if isinstance(self.content, str) else self.content
+        if self.role == "system" and not text_of(self.content or ""):
+            return []
+        blocks = self.blocks
         if any(isinstance(each, ToolUseBlock) for each in blocks):
             raise BadRequest("only an assistant uses tools", param="messages")
         results = [each.for_chat() for each in blocks if isinstance(each, ToolResultBlock)]
-        if (parts := parts_of(self.content)) or not results:
+        if (parts := parts_of(self.content or "")) or not results:
             results.append(Message(role=self.role, content=parts))
         return results
 
+    def tool_changes(self, path: Path) -> Iterator[tuple[Path, ToolChange]]:
+        """Yield the changes of tools with their paths; `path` is that of the message."""
+        for at, block in enumerate(self.blocks):
+            place = (*path, "content", str(at))
+            if isinstance(block, ToolChange):
+                yield place, block
+            elif isinstance(block, CompactionBlock):
+                for number, change in enumerate(block.tool_changes or ()):
+                    yield (*place, "tool_changes", str(number)), change
+
+    @property
+    def blocks(self) -> list[Block]:
+        return self.content if isinstance(self.content, list) else []
+
     def _answer(self) -> Message:
-        blocks = [] if isinstance(self.content, str) else self.content
+        blocks = self.blocks
         thinking = [each.thinking for each in blocks if isinstance(each, ThinkingBlock)]
         fields = {
             "role": "assistant",
-            "content": text_of(self.content),
+            "content": text_of(self.content or ""),
             "reasoning_content": "".join(thinking),
             "tool_calls": [each.for_chat() for each in blocks if isinstance(each, ToolUseBlock)],
         }
         return Message.model_validate(fields)
-
-
-class ClientTool(ToolOfType, Cacheable):
-    """A tool. All but custom ones are tools of Anthropic's own."""
-
-    known_type = "custom"
-    name: str | None = None
-    description: str | None = None
-    input_schema: Annotated[dict[str, Any] | None, KEEPS_EMPTY] = None
-    strict: bool | None = None  # without effect: calls that are required fit the schema
-
-    def for_chat(self) -> dict[str, Any]:
-        function = self.model_dump(include={"name", "description"}, exclude_none=True)
-        return {"type": "function", "function": function | {"parameters": self.input_schema}}
-
-
-class ToolChoice(Body):
-    type: Literal["auto", "any", "none"]
-    disable_parallel_tool_use: bool | None = None
-
-    def for_chat(self) -> Any:
-        return CHOICES[self.type]
-
-
-class NamedToolChoice(Body):
-    type: Literal["tool"]
-    name: str
-    disable_parallel_tool_use: bool | None = None
-
-    def for_chat(self) -> Any:
-        return {"type": "function", "function": {"name": self.name}}
 
 
 class SchemaFormat(Body):
@@ -255,6 +255,12 @@ class OutputConfig(Body):
     format: SchemaFormat | None = None
 
 
+class ChatOfMessages(ChatBody):
+    """The chat request of such a body. Its answer may have no tokens."""
+
+    max_tokens: int | None = Field(None, ge=0, validation_alias=LIMITS)
+
+
 class CountTokensBody(RequestBody, Cacheable):
     """The body of /v1/messages/count_tokens: what makes a prompt."""
 
@@ -267,17 +273,40 @@ class CountTokensBody(RequestBody, Cacheable):
     output_config: OutputConfig | None = None
     output_format: SchemaFormat | None = None  # what output_config.format was before
 
+    compaction: Any = None  # without effect on a count
+
     def for_chat(self) -> ChatBody:
         """Raises BadRequest for what it could not answer, and RequestValidationError for what the
         chat body does not take.
         """
-        messages = [message for each in self.messages for message in each.for_chat()]
+        messages = [message for each in self._turns() for message in each.for_chat()]
         if system := self._system:
             messages.insert(0, Message(role="system", content=system))
         try:
-            return ChatBody.model_validate({"messages": messages} | self._chat_fields())
+            return ChatOfMessages.model_validate({"messages": messages} | self._chat_fields())
         except ValidationError as error:
             raise wrong_fields(error) from error
+
+    def _turns(self) -> Iterator[ConversationTurn]:
+        """Yield the messages that the model sees. Raises Refused for one that says nothing."""
+        for at, turn in enumerate(self.messages):
+            if turn.role != "system" and turn.content is None:
+                raise refused_field(("messages", str(at), "content"), "Field required")
+            if turn.clear_at != "next_user_message" or at > self._last_asked:
+                yield turn
+
+    @property
+    def _last_asked(self) -> int:
+        """The position of the last message of a user; -1 without one."""
+        asked = [at for at, turn in enumerate(self.messages) if turn.role == "user"]
+        return max(asked, default=-1)
+
+    @property
+    def _effort(self) -> Effort | None:
+        """The effort of this turn, or else of the request."""
+        of_turn = [turn.output_config for turn in self.messages[self._last_asked + 1 :]]
+        said = [each.effort for each in (self.output_config, *of_turn) if each and each.effort]
+        return said[-1] if said else None
 
     @property
     def _system(self) -> str:
@@ -296,32 +325,33 @@ class CountTokensBody(RequestBody, Cacheable):
         if structure := config.format or self.output_format:
             fields["response_format"] = structure.for_chat()
         effort = None if self.thinking is None else self.thinking.effort()
-        fields["reasoning_effort"] = effort if effort == "none" else config.effort or effort
+        fields["reasoning_effort"] = effort if effort == "none" else self._effort or effort
         fields["thinking"] = self.thinking
         fields["reasoning_budget_tokens"] = self.reasoning_budget_tokens
         return fields
 
     @property
     def _functions(self) -> list[ClientTool]:
-        functions = []
-        for at, tool in enumerate(self.tools or ()):
-            if tool.left_out() is not None:
-                continue
-            for name in ("name", "input_schema"):
-                if getattr(tool, name) is None:
-                    raise refused_field(("tools", str(at), name), "Field required")
-            functions.append(tool)
-        return functions
+        tools = [(("tools", str(at)), tool) for at, tool in enumerate(self.tools or ())]
+        turns = enumerate(self.messages)
+        changes = (each for at, turn in turns for each in turn.tool_changes(("messages", str(at))))
+        return offered_at_the_end(tools, changes)
 
 
 class MessagesBody(CountTokensBody, SampledBody):
     """The body of /v1/messages."""
 
-    max_tokens: int = Field(ge=1)
+    max_tokens: int = Field(ge=0)  # 0: the prompt is read, and kept as a prefix
     temperature: float | None = Field(None, ge=0, le=1)
     top_k: int | None = Field(None, ge=0)  # 0: all
     stop_sequences: Items[Stop] | None = None
     metadata: Any = None  # for the client's own use: it has no effect
+
+    def for_chat(self) -> ChatBody:
+        if self.compaction is not None:
+            message = "no conversation is summarised here: ask for a summary in a message"
+            raise BadRequest(message, param="compaction")
+        return super().for_chat()
 
     def _chat_fields(self) -> dict[str, Any]:
         fields = super()._chat_fields() | self.sampling_fields() | {"max_tokens": self.max_tokens}

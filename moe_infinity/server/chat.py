@@ -218,7 +218,8 @@ class ChatBody(ReasoningFields, GenerationBody):
     @property
     def max_answer_tokens(self) -> int | None:
         """The lower of both limits."""
-        return min(filter(None, (self.max_completion_tokens, self.max_tokens)), default=None)
+        given = (self.max_completion_tokens, self.max_tokens)
+        return min((each for each in given if each is not None), default=None)
 
     @property
     def must_call(self) -> bool:

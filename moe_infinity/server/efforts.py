@@ -41,7 +41,7 @@ class StatedEffort(Body):
 class Thinking(Body):
     """The choice to reason or not, as Anthropic, DeepSeek and Z.ai say it."""
 
-    type: Literal["enabled", "disabled", "adaptive", "auto"]
+    type: Literal["enabled", "disabled", "adaptive", "auto", "between_tools"]
     budget_tokens: BudgetTokens | None = None
     display: Any = None  # without effect: reasoning is always shown
 

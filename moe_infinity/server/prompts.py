@@ -128,8 +128,10 @@ class PromptReader:
         """A request per choice. Raises BadRequest."""
         param = names.get("messages", "messages")
         ids, images = self._conversation(body, names)
-        most = self._max_new_tokens or self._generation.max_new_tokens(len(ids))
-        max_tokens = body.max_answer_tokens or most or self.max_context
+        max_tokens = body.max_answer_tokens
+        if max_tokens is None:
+            most = self._max_new_tokens or self._generation.max_new_tokens(len(ids))
+            max_tokens = most or self.max_context
         grammar = self._chat_grammar(body, ids, names)
         requests = self._requests(ids, body, max_tokens, param, grammar)
         if images is not None:

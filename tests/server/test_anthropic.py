@@ -235,7 +235,7 @@ def kind_of(error: anthropic.APIStatusError) -> Any:
             "prompt is too long: 602 tokens > 512 maximum",
         ),
         ({"max_tokens": None}, "max_tokens: "),
-        ({"max_tokens": 0}, "max_tokens: "),
+        ({"max_tokens": -1}, "max_tokens: "),
         ({"temperature": 1.5}, "temperature: "),
         ({"top_k": -1}, "top_k: "),
         ({"tools": [{"name": "f"}]}, "tools.0.input_schema: Field required"),
