@@ -44,6 +44,9 @@ class Test(unittest.TestCase):
     def test_base(self):
         self.assertTrue(has_experts(copy.deepcopy(MixtralModel(MixtralConfig(**SIZES)))))
 
+    def test_two_experts(self):
+        MixtralForCausalLM(MixtralConfig(**(SIZES | dict(num_local_experts=2))))
+
     def test_training(self):
         raise AssertionError("left out")
 
@@ -72,6 +75,7 @@ def test_what_fails_only_through_the_backend_is_found(tmp_path: Path):
     ours = run(tmp_path, "mixtral", "exact")
     assert ours.keys() == stock.keys()
     assert ours["test_loaded"].num_loaded == 2
+    assert ours["test_two_experts"].num_loaded == 1
     assert ours["test_base"].num_loaded == 0
     found = failing_only_in(ours, stock)
     assert found.keys() == {"test_made", "test_loaded", "test_of_parts"}
