@@ -344,7 +344,8 @@ class EmbeddingsAnswer(Answer):
             for index, vector in enumerate(self._vectors)
         ]
         usage = {name: self.usage()[name] for name in ("prompt_tokens", "total_tokens")}
-        return {"object": "list", "data": data, "model": self._model, "usage": usage}
+        made = {"object": "list", "data": data, "model": self._model, "usage": usage}
+        return {"id": f"embd-{uuid.uuid4().hex}"} | made  # Mistral's client needs one
 
     def _encoded(self, vector: tuple[float, ...]) -> list[float] | str:
         if self._encoding == "base64":

@@ -74,6 +74,7 @@ def test_an_embedding_is_pooled_from_the_last_hidden_states(client, stock, pooli
     np.testing.assert_allclose(found, expected(stock, LONG, pooling), atol=TOLERANCE)
     assert (answer.object, answer.model, answer.data[0].object) == ("list", "tiny", "embedding")
     assert (answer.usage.prompt_tokens, answer.usage.total_tokens) == (len(LONG), len(LONG))
+    assert answer.id.startswith("embd-")  # without an id Mistral's client raises
 
 
 def test_the_poolings_differ_and_the_mean_is_the_default(client, stock):
