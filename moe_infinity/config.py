@@ -55,6 +55,7 @@ class OffloadConfig:
     history: str | Path | None = None  # file to learn on from, written at close; None: forget
     without: tuple[str, ...] = ()  # FACTORS the predictor leaves out, for ablation
     config_from: str | None = None  # folder or hub id whose config and tokenizer are used instead
+    mmproj: str | Path | None = None  # a GGUF model's vision part; None: the one beside it
     dtype: str = "auto"  # of weights and activations; "auto": as stored in the checkpoint
     expert_dtype: str | None = None  # pack experts into one of EXPERT_DTYPES as they are loaded
     kv_dtype: str = "auto"  # of keys and values, one of KV_DTYPES; "auto": as the model computes
@@ -75,8 +76,9 @@ class OffloadConfig:
         self._require_one_of("experts_implementation", EXPERTS_IMPLEMENTATIONS)
         if not isinstance(self.config_from, str | None):
             raise ConfigError(f"config_from must be a folder or hub id, got {self.config_from!r}")
-        if not isinstance(self.history, str | Path | None):
-            raise ConfigError(f"history must be a file name, got {self.history!r}")
+        for name in ("history", "mmproj"):
+            if not isinstance(getattr(self, name), str | Path | None):
+                raise ConfigError(f"{name} must be a file name, got {getattr(self, name)!r}")
         if self.prefetch not in (None, False, True):
             raise ConfigError(f"prefetch must be None, True or False, got {self.prefetch!r}")
         for name in ("early_router", "stream_layers", "exact", "trust_remote_code"):

@@ -24,7 +24,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -47,6 +47,7 @@ from moe_infinity.engine.experts import Experts
 from moe_infinity.engine.hooks import StepReader
 from moe_infinity.errors import Cancelled, ClosedError
 from moe_infinity.experts import Ints, Step
+from moe_infinity.images.mmproj import with_mmproj
 from moe_infinity.kernels.kv_layers import require_packable
 from moe_infinity.long_prompts import in_passes
 from moe_infinity.predict.eamc import RequestEam
@@ -129,6 +130,7 @@ class MoE:
             return load_without_experts(
                 self.checkpoint,
                 config_from=self.config.config_from,
+                beside=partial(with_mmproj, checkpoint=self.checkpoint, named=self.config.mmproj),
                 dtype=self.config.dtype,
                 experts_implementation=hooks.BACKEND,
                 trust_remote_code=self.config.trust_remote_code,
@@ -178,12 +180,7 @@ class MoE:
         """
         from moe_infinity.images.processor import load_processor
 
-        return load_processor(
-            self.model,
-            self.checkpoint,
-            config_from=self.config.config_from,
-            trust_remote_code=self.config.trust_remote_code,
-        )
+        return load_processor(self.model, self.checkpoint, self.config)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Call transformers' `generate()`: same arguments, same result. Tensors may be on any

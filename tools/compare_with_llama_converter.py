@@ -1,10 +1,11 @@
 """Compare a GGUF file of convert_to_gguf.py with the one that llama.cpp's converter makes.
 
-    python tools/compare_with_llama_converter.py LLAMA_CPP MODEL OURS.gguf THEIRS.gguf
+    python tools/compare_with_llama_converter.py LLAMA_CPP MODEL OURS.gguf THEIRS.gguf [--mmproj]
 
 LLAMA_CPP is a source tree of llama.cpp, such as vendor/llama.cpp of llama-cpp-python's sdist, and
 MODEL a tiny checkpoint. Prints tensors that one file lacks or that differ, and keys with other
-values. `--fields` is JSON with what a published config.json says and transformers does not save.
+values. `--fields` is JSON with what a published config.json says and transformers does not save;
+`--mmproj` is for vision parts, which convert_mmproj.py writes.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ import numpy as np
 import torch
 
 
-def convert(model: Path, out: Path) -> None:
+def convert(model: Path, out: Path, *, mmproj: bool) -> None:
     """Run llama.cpp's converter on a checkpoint without a tokenizer."""
     gguf = importlib.import_module("gguf")
     config = json.loads((model / "config.json").read_text())
     converter: Any = importlib.import_module("conversion").get_model_class(
-        config["architectures"][0]
+        config["architectures"][0], mmproj=mmproj
     )
 
     def set_vocab(self: Any) -> None:
@@ -71,13 +72,14 @@ def main() -> None:
     for name in ("llama_cpp", "model", "ours", "theirs"):
         parser.add_argument(name, type=Path)
     parser.add_argument("--fields", type=json.loads, default={})
+    parser.add_argument("--mmproj", action="store_true")
     args = parser.parse_args()
     sys.path[:0] = [str(args.llama_cpp / "gguf-py"), str(args.llama_cpp)]
     with tempfile.TemporaryDirectory() as scratch:
         model = Path(shutil.copytree(args.model, Path(scratch) / "model"))
         config = json.loads((model / "config.json").read_text())
         (model / "config.json").write_text(json.dumps(config | args.fields))
-        convert(model, args.theirs)
+        convert(model, args.theirs, mmproj=args.mmproj)
     print(*differences(args.theirs, args.ours), sep="\n")
 
 

@@ -216,6 +216,7 @@ class Names:
 
     def _stored_as(self, param: str) -> StoredTensor | None:
         """The one tensor that is this parameter, if there is one."""
+        param = param.replace(".language_model.", ".", 1)  # of a model that sees
         leaf = _by_end(OTHER_NAMES, param)
         if leaf is not None:
             return self._stored(param, leaf) or self._stored(param, leaf.removesuffix(".bias"))
@@ -298,7 +299,7 @@ class Names:
 
     def _keep(self, name: str, tensor: StoredTensor) -> None:
         self._unused.discard(tensor.name)
-        self.weights[name] = _weight(name, tensor)
+        self.weights[name] = weight_of(name, tensor)
 
     def refuse_unused(self) -> None:
         """Layers after the last are those that predict more than one token ahead."""
@@ -336,7 +337,8 @@ def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(size for size in shape if size != 1)
 
 
-def _weight(name: str, tensor: StoredTensor) -> StoredTensor | PackedTensor:
+def weight_of(name: str, tensor: StoredTensor) -> StoredTensor | PackedTensor:
+    """A tensor under this name, packed if its type is."""
     if tensor.stored_dtype in STORED_DTYPES:
         return dataclasses.replace(tensor, name=name)
     weight_format = FORMATS[tensor.stored_dtype]

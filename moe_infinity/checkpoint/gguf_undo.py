@@ -30,7 +30,7 @@ class Undo(ConversionOps):  # type: ignore[misc]
     ) -> dict[str, Tensor]:  # fmt: skip
         found = [input_dict[pattern] for pattern in source_patterns]
         weights = [each[0] if isinstance(each, list) else each for each in found]
-        return {target_patterns[0]: self.undone(weights, config)}
+        return {target_patterns[0]: self.undone(weights, config.get_text_config())}
 
     @abstractmethod
     def undone(self, weights: list[Tensor], config: Any) -> Tensor:

@@ -5,6 +5,7 @@ its weights are packed, its tokenizer.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,8 @@ class Kind:
     packing: Format | None  # None: weights are stored as they are, or in a GGUF file
     gguf: GgufModel | None = None
     generation: transformers.GenerationConfig | None = None  # None: as transformers finds it
+    # Of a file beside the GGUF file: weights of a model by name, and rules for them.
+    weights_beside: Callable[[Any], tuple[dict[str, Any], list[Any]]] = lambda model: ({}, [])
 
     def compute_dtype(self, dtype: str) -> str:
         """The dtype for transformers; packed weights do not name one."""

@@ -115,6 +115,7 @@ def load_without_experts(
     checkpoint: str,
     *,
     config_from: str | None,
+    beside: Callable[[Kind], Kind],
     dtype: str,
     experts_implementation: str,
     trust_remote_code: bool,
@@ -126,7 +127,8 @@ def load_without_experts(
     on_bytes: Callable[[int, int], None],
 ) -> LoadedModel:
     """The model of a folder, hub id or GGUF file with dense weights on `device` and experts on
-    disk. `config_from`: a folder or hub id whose config is used instead.
+    disk. `config_from`: a folder or hub id whose config is used instead; `beside` adds to the kind
+    what a file beside the GGUF file has.
 
     Before dense weights are read, `prepare` is called with the plan and the bytes that they will
     take in memory; the plan that it returns is used. Packed dense weights that kernels read, as
@@ -135,6 +137,7 @@ def load_without_experts(
     all, from several threads. Raises UnsupportedModelError, CheckpointError.
     """
     kind = find_kind(checkpoint, config_from=config_from, trust_remote_code=trust_remote_code)
+    kind = beside(kind)
     if kind.gguf is None and Path(checkpoint).is_dir():
         checkpoint_files(Path(checkpoint))  # names a missing shard better than transformers does
     reader = Reader(num_threads=num_read_threads)
@@ -303,7 +306,8 @@ def _contents(kind: Kind, files: Iterable[Path], model: Any, rules: list[Any]) -
     if kind.gguf is None:
         return contents_of(read_headers(files), kind.packing, rules)
     weights, own_rules = weights_of(model, kind.gguf)
-    return Contents(weights, own_rules, "gguf", kind.gguf.header_bytes)
+    others, other_rules = kind.weights_beside(model)
+    return Contents(weights | others, own_rules + other_rules, "gguf", kind.gguf.header_bytes)
 
 
 def _refuse_made_up_weights(checkpoint: str, info: dict[str, Any]) -> None:
@@ -327,12 +331,14 @@ def plan_from_headers(
     *,
     dtype: str,
     config_from: str | None = None,
+    beside: Callable[[Kind], Kind] = lambda kind: kind,
     trust_remote_code: bool = False,
 ) -> Plan:
     """The plan that `load_without_experts` would make, from nothing but headers. `checkpoint` is a
     folder or GGUF file.
     """
     kind = find_kind(checkpoint, config_from=config_from, trust_remote_code=trust_remote_code)
+    kind = beside(kind)
     files = checkpoint_files(Path(checkpoint)) if kind.gguf is None else []
     compute_dtype = kind.compute_dtype(dtype)
     if compute_dtype != "auto":

@@ -169,6 +169,14 @@ class ModelOptions:
         ),
     ] = None
     config_from: ConfigFrom = None
+    mmproj: Annotated[
+        Path | None,
+        typer.Option(
+            help="File with the vision part of a GGUF model. Default: the only mmproj*.gguf beside "
+            "the model.",
+            dir_okay=False,
+        ),
+    ] = None
     dtype: Dtype = "auto"
     expert_dtype: Annotated[
         str | None,

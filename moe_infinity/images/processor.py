@@ -7,15 +7,20 @@ from typing import Any
 
 import transformers
 from transformers import ProcessorMixin
+from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 from transformers.utils import is_torchvision_available
 
-from moe_infinity.checkpoint.file_names import find_gguf
+from moe_infinity.checkpoint.kind import load_tokenizer
+from moe_infinity.config import OffloadConfig
 from moe_infinity.errors import CheckpointError, ConfigError
-from moe_infinity.images.pictures import INSTALL
+from moe_infinity.images.mmproj import Mmproj, find_mmproj, read_mmproj
+from moe_infinity.images.pictures import INSTALL, MAX_PIXELS
 from moe_infinity.printable import printable
 
 VIDEOS = "video_processor"
+OF_IMAGES = ("image_processor", "tokenizer")
+EDGES = ("shortest_edge", "longest_edge")  # of images, in pixels
 
 
 def takes_images(model: Any) -> bool:
@@ -23,23 +28,28 @@ def takes_images(model: Any) -> bool:
     return "pixel_values" in inspect.signature(model.forward).parameters
 
 
-def load_processor(
-    model: Any, checkpoint: str, *, config_from: str | None, trust_remote_code: bool
-) -> Any:
-    """The processor that transformers makes of a folder or hub id; None for a model that takes no
-    images, and beside a GGUF file. Raises ConfigError where a package that it needs is missing, and
-    CheckpointError.
+def load_processor(model: Any, checkpoint: str, config: OffloadConfig) -> Any:
+    """The processor that transformers makes of a folder or hub id, or ours of a GGUF model's vision
+    part; None for a model that takes no images. Raises ConfigError where a package that it needs is
+    missing, and CheckpointError.
     """
-    folder = config_from or checkpoint
-    if not takes_images(model) or find_gguf(folder) is not None:
+    if not takes_images(model):
         return None
     _require_pillow()
+    folder = config.config_from or checkpoint
+    trust_remote_code = config.trust_remote_code
     try:
+        mmproj = find_mmproj(checkpoint, config.mmproj)
+        if mmproj is not None:
+            tokenizer = load_tokenizer(
+                checkpoint, config_from=config.config_from, trust_remote_code=trust_remote_code
+            )
+            return _of_mmproj(read_mmproj(mmproj), tokenizer)
         if is_torchvision_available():
             return transformers.AutoProcessor.from_pretrained(
                 folder, trust_remote_code=trust_remote_code
             )
-        kind = without_videos(_class_for(model.config.model_type))
+        kind = without(_class_for(model.config.model_type), (VIDEOS,))
         return kind.from_pretrained(folder)
     except Exception as error:  # of any kind: values of its files go wherever they are used
         message = printable(f"{type(error).__name__}: {error}", 2000)
@@ -49,18 +59,42 @@ def load_processor(
         raise CheckpointError(f"{checkpoint}: no usable processor: {message}") from error
 
 
-class NoVideos(ProcessorMixin):  # type: ignore[misc]
-    """Stands between a processor class and its base, so that it has no part for videos: that part
-    wants torchvision, whatever a prompt has.
+def _of_mmproj(mmproj: Mmproj, tokenizer: Any) -> Any:
+    """transformers' processor with the settings of a vision part, for images alone."""
+    projector = mmproj.projector
+    for name, token in projector.asked.items():
+        setattr(tokenizer, name, token)
+        setattr(tokenizer, f"{name}_id", tokenizer.convert_tokens_to_ids(token))
+    kinds = IMAGE_PROCESSOR_MAPPING_NAMES[projector.model_type]
+    backend = "torchvision" if is_torchvision_available() else "pil"
+    settings = {**projector.fixed, **mmproj.fields(projector.settings, MAX_PIXELS)}
+    sizes = {edge: settings.pop(edge) for edge in EDGES if edge in settings}
+    images = getattr(transformers, kinds[backend])(**settings, **({"size": sizes} if sizes else {}))
+    kind = _class_for(projector.model_type)
+    others = tuple(name for name in kind.get_attributes() if name not in OF_IMAGES)
+    return without(kind, others)(
+        image_processor=images,
+        tokenizer=tokenizer,
+        chat_template=tokenizer.chat_template,
+        **dict.fromkeys(others),
+    )
+
+
+class FewerParts(ProcessorMixin):  # type: ignore[misc]
+    """Stands between a processor class and its base, so that it does without some parts: that for
+    videos wants torchvision, whatever a prompt has.
     """
 
-    def __init__(self, *args: Any, video_processor: None = None, **kwargs: Any) -> None:
-        super().__init__(*(part for part in args if part is not None), **kwargs)
+    left_out: tuple[str, ...] = ()
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        kept = {name: part for name, part in kwargs.items() if name not in self.left_out}
+        super().__init__(*(part for part in args if part is not None), **kept)
 
     @classmethod
     def get_attributes(cls) -> list[str]:
         """Names of its parts."""
-        return [name for name in super().get_attributes() if name != VIDEOS]
+        return [name for name in super().get_attributes() if name not in cls.left_out]
 
     @classmethod
     def from_args_and_dict(cls, args: list[Any], *others: Any, **kwargs: Any) -> Any:
@@ -71,9 +105,9 @@ class NoVideos(ProcessorMixin):  # type: ignore[misc]
         return super().from_args_and_dict(args, *others, **kwargs)
 
 
-def without_videos(kind: Any) -> Any:
-    """Return a processor class without its part for videos."""
-    return type(kind.__name__, (kind, NoVideos), {})
+def without(kind: Any, parts: tuple[str, ...]) -> Any:
+    """Return a processor class without these parts."""
+    return type(kind.__name__, (kind, FewerParts), {"left_out": parts})
 
 
 def _require_pillow() -> None:

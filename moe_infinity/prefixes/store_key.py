@@ -18,6 +18,7 @@ from moe_infinity.checkpoint.file_names import checkpoint_files, find_gguf, gguf
 from moe_infinity.checkpoint.file_state import fingerprint_of, state_of
 from moe_infinity.checkpoint.signature import digest_of
 from moe_infinity.errors import CheckpointError
+from moe_infinity.images.mmproj import find_mmproj
 from moe_infinity.kernels.cpu.compiler import place_of_kernels
 from moe_infinity.local import find_local
 from moe_infinity.prefixes.loaded import Loaded
@@ -57,7 +58,7 @@ def identity_of(moe: Loaded) -> dict[str, str]:
     code = Path(sys.modules[type(moe.model).__module__].__file__ or "").read_bytes()
     own = moe.config
     try:
-        weights = [_identity(file) for file in _weight_files(moe.checkpoint)]
+        weights = [_identity(file) for file in _weight_files(moe.checkpoint, own.mmproj)]
     except OSError as error:
         raise CheckpointError(f"{moe.checkpoint}: the weights cannot be read: {error}") from error
     return {
@@ -85,13 +86,14 @@ def _digest(parts: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _weight_files(checkpoint: str) -> list[Path]:
+def _weight_files(checkpoint: str, mmproj: str | Path | None) -> list[Path]:
     here = find_local(checkpoint) or checkpoint
     gguf = find_gguf(here)
     if gguf is None:
         return checkpoint_files(expanded(here))
     parts = [gguf.with_name(name) for name in gguf_parts(gguf.name)]
-    return [part for part in parts if part.exists()]
+    beside = find_mmproj(here, mmproj)
+    return [part for part in [*parts, *([beside] if beside else [])] if part.exists()]
 
 
 def _identity(path: Path) -> list[Any]:

@@ -17,6 +17,7 @@ from PIL import Image
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from moe_infinity.config import OffloadConfig
 from moe_infinity.images.processor import load_processor
 from tests.closeness import margin
 from tests.sweep import tiny
@@ -215,9 +216,11 @@ EYES = {
 }
 
 
-def save_checkpoint(eyes: Eyes, folder: Path) -> Path:
-    """A checkpoint in float32, with a tokenizer and a processor."""
-    ids = save_tokenizer(eyes, folder)
+def save_checkpoint(
+    eyes: Eyes, folder: Path, save: Callable[[Eyes, Path], dict[str, int]] | None = None
+) -> Path:
+    """A checkpoint in float32, with a processor and the tokenizer that `save` writes."""
+    ids = (save or save_tokenizer)(eyes, folder)
     architecture = eyes.architecture
     arguments = tiny.shrink(architecture.config_class())
     changes = tiny.merge(OVERRIDES.get(architecture.name, {}), eyes.config(ids))
@@ -262,7 +265,7 @@ def processor_of(folder: Path) -> Any:
     config = transformers.AutoConfig.from_pretrained(folder)
     with torch.device("meta"):
         model = getattr(transformers, config.architectures[0])(config)
-    return load_processor(model, str(folder), config_from=None, trust_remote_code=False)
+    return load_processor(model, str(folder), OffloadConfig())
 
 
 def stock_inputs(
