@@ -243,12 +243,21 @@ class Api:
         return JSONResponse(card(name))
 
     def _model_card(self, name: str) -> dict[str, Any]:
+        """OpenAI's fields, vLLM's context, and what Mistral's client asks for beside them."""
+        reader = self._backend.reader
         return {
             "id": name,
             "object": "model",
             "created": self._backend.created,
             "owned_by": "moe-infinity",
-            "max_model_len": self._backend.reader.max_context,
+            "max_model_len": reader.max_context,
+            "max_context_length": reader.max_context,
+            "type": "base",
+            "capabilities": {
+                "completion_chat": reader.tokenizer.chat_template is not None,
+                "function_calling": reader.format.is_known,
+                "vision": reader.takes_images,
+            },
         }
 
     def _anthropic_card(self, name: str) -> dict[str, Any]:

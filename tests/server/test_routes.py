@@ -74,6 +74,9 @@ def test_models_have_the_form_of_the_api_that_asks(server):
         model = other.models.retrieve("tiny")
         assert (model.display_name, model.max_input_tokens) == ("tiny", 512)
         assert model.created_at.year > 2000
+    (card,) = httpx.get(f"{server.url}/v1/models").json()["data"]
+    assert (card["type"], card["max_context_length"]) == ("base", 512), "Mistral's client needs it"
+    assert card["capabilities"].keys() == {"completion_chat", "function_calling", "vision"}
     missing = httpx.get(f"{server.url}/v1/models/x", headers={"anthropic-version": "2023-06-01"})
     assert missing.json()["error"]["type"] == "not_found_error"
 
