@@ -162,6 +162,11 @@ def processor() -> tuple[str, str]:
     return name or llvm.get_host_cpu_name(), features
 
 
+def has_avx512() -> bool:
+    """True if that processor has 32 registers of 16 float32 values."""
+    return "+avx512f" in processor()[1].split(",")
+
+
 def _delete_unused(folder: Path) -> None:
     for mark in folder.glob("*/last-use"):
         with suppress(FileNotFoundError):  # another process deletes it, too

@@ -20,7 +20,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from moe_infinity.kernels.cpu.compiler import c_function, processor
+from moe_infinity.kernels.cpu.compiler import c_function, has_avx512
 from moe_infinity.kernels.cpu.rows import read_arguments
 from moe_infinity.kernels.cpu.steps import InnerLoop, KernelArguments, Tile
 from moe_infinity.kernels.cpu.vectors import (
@@ -58,10 +58,6 @@ def panel_tile() -> Tile:
 def panel_lanes() -> int:
     """The lanes of a register."""
     return LANES if has_avx512() else LANES // 2
-
-
-def has_avx512() -> bool:
-    return "+avx512f" in processor()[1].split(",")
 
 
 @cache

@@ -23,7 +23,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from moe_infinity.kernels.cpu.blocks import BlockStep
-from moe_infinity.kernels.cpu.compiler import c_function, processor
+from moe_infinity.kernels.cpu.compiler import c_function, has_avx512
 from moe_infinity.kernels.cpu.steps import InnerLoop, KernelArguments, Tile
 from moe_infinity.kernels.cpu.vectors import (
     F32,
@@ -59,7 +59,7 @@ def largest_tile(loop: InnerLoop) -> Tile:
     each. Formats that are scaled every few vectors need a second sum per output: 12 fit, or 8 where
     minima are added.
     """
-    is_wide = "+avx512f" in processor()[1].split(",")
+    is_wide = has_avx512()
     if loop.kind in WORDS:  # a row stands for a block, which has 8 vectors of sums or 4
         return Tile(1, {"awq": 3}.get(loop.kind, 6) if is_wide else 2)
     if not is_wide:
