@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import logging
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -206,7 +207,7 @@ def _weights_of(mmproj: Mmproj, model: Any) -> tuple[Weights, list[WeightConvert
                 shape = *each.shape[:2], 1, *each.shape[2:]
                 each = dataclasses.replace(each, shape=shape)
                 weights[f"{param}.{frame}"] = weight_of(f"{param}.{frame}", each)
-            patterns = [rf"{param.replace('.', chr(92) + '.')}\.{frame}$" for frame in (0, 1)]
+            patterns = [rf"{re.escape(param)}\.{frame}$" for frame in (0, 1)]
             rules.append(WeightConverter(patterns, [param], [Concatenate(2)]))
             continue
         if tensor.shape != wanted and prod(tensor.shape) == prod(wanted):
