@@ -12,7 +12,7 @@ import pytest
 
 from moe_infinity import MoE
 from moe_infinity.server.few_lines import LOGGERS, FewLines
-from tests.server.driving import words
+from tests.server.driving import LONG, OTHER, SHORT, Client, make_engine, run_all, words
 from tests.server.serving import Serving, serving
 
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"
@@ -106,3 +106,19 @@ def open_page(browser: Any) -> Iterator[Callable[..., Any]]:
     for context in contexts:
         context.close()
     assert complaints == []
+
+
+@pytest.fixture
+def alone(moe) -> dict[str, Client]:
+    engine = make_engine(moe, max_batch=1)
+    clients = {"long": Client(engine, LONG), "short": Client(engine, SHORT)}
+    clients["other"] = Client(engine, OTHER)
+    run_all(engine, *clients.values())
+    return clients
+
+
+@pytest.fixture
+def few_slots(tiny_checkpoint) -> Iterator[MoE]:
+    with MoE(tiny_checkpoint, host_memory="75%", dtype="float32", preload="wait") as moe:
+        moe.preload()
+        yield moe

@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from moe_infinity import MoE
@@ -18,6 +19,10 @@ from tests.closeness import margin
 GREEDY = Sampling(temperature=0.0)
 TOLERANCE = 1e-4  # of logits alone and among others, float32: sums in another order; seen 2e-5
 IDS = Sampling(temperature=0.0, num_logprobs=2)  # with logprobs, so that outputs carry token ids
+# Prompts.
+LONG = [(7 * i + i // 5) % 97 + 3 for i in range(90)]
+SHORT = [40, 41, 42, 43, 44]
+OTHER = [12, 13, 90]
 
 
 class Client:
@@ -111,3 +116,14 @@ def cached(client: Client) -> int:
 def words(token_ids: list[int]) -> str:
     """What these tokens are as text, with the tokenizer of the tests."""
     return " ".join(f"w{token_id}" for token_id in token_ids)
+
+
+def leave(moe: MoE, monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
+    """Say that so many bytes are free beside all slots, whatever steps take."""
+    room = moe.engine.room
+    room._first_pass_bytes = 0
+    table = moe.engine.tiers[-1].table
+    slot_bytes = moe.engine.tiers[-1].slots.slot_bytes
+    monkeypatch.setattr(
+        room.memory, "left", lambda: num_bytes + table.num_withdrawn * slot_bytes, raising=True
+    )
