@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import time
 
+import numpy as np
 import pytest
 import torch
 
 from moe_infinity import MoE
 from moe_infinity.errors import Cancelled
+from moe_infinity.experts import Phase, Step
 from moe_infinity.memory import room as room_module
 from tests.server.driving import (
     LONG,
@@ -159,6 +161,32 @@ def test_what_was_freed_makes_room_for_a_prompt_before_slots_do(few_slots, alone
     assert table.num_slots == num_slots
     run_all(engine, long)
     assert_same_answer(long, alone["long"])
+
+
+def test_what_was_freed_makes_room_for_a_pass_and_lets_slots_come_back(few_slots, monkeypatch):
+    """Without the server, which asks before a pass, too."""
+    room = few_slots.engine.room
+    tier = few_slots.engine.tiers[-1]
+    taken = 2 * tier.slots.slot_bytes
+
+    def pass_of(phase: Phase) -> None:
+        with monkeypatch.context() as patched:
+            patched.setattr(
+                room_module, "return_free_memory", lambda: leave(few_slots, monkeypatch, 1 << 40)
+            )
+            room.make(Step(phase, 1, len(LONG), begins_B=np.array([True])))
+
+    leave(few_slots, monkeypatch, -taken)
+    pass_of(Phase.PREFILL)
+    assert tier.table.num_withdrawn == 0
+    leave(few_slots, monkeypatch, -taken)
+    room.keep_free(0)
+    assert tier.table.num_withdrawn == 2
+    num_tokens = len(LONG) * room_module.DECODE_STEPS
+    needs = room.needs.of_pass(num_tokens, num_tokens) + room.needs.kv.of(num_tokens)
+    leave(few_slots, monkeypatch, needs - taken)  # enough for the step, and for no slot
+    pass_of(Phase.DECODE)
+    assert tier.table.num_withdrawn == 0
 
 
 def test_a_prompt_for_which_slots_do_not_make_room_is_read_in_parts(few_slots, alone, monkeypatch):
