@@ -6,7 +6,8 @@ exact=True does not use them, since their bits are not those of transformers.
     attention       kernels/cpu/attention.py, in layers that were not found
     threads         kernels have them all, torch has one; see kernels/cpu/team.py
 
-Longer inputs are computed by torch. The "sdpa" function in transformers' registry is shared by all
+Longer inputs are computed by torch, whose attention gets keys and values once, not once for each
+head that looks at them. The "sdpa" function in transformers' registry is shared by all
 models, so it is wrapped once, and calls the stock function for modules of other models.
 """
 
@@ -45,7 +46,7 @@ from moe_infinity.architectures.model_parts import (
 from moe_infinity.architectures.module_state import is_watched, replace_forward, stock_forward
 from moe_infinity.architectures.trial import FellBack, Found, Verdict, path_taken
 from moe_infinity.architectures.without_experts import uncompiled
-from moe_infinity.kernels.cpu.attention import attend
+from moe_infinity.kernels.cpu.attention import attend_grouped
 from moe_infinity.kernels.cpu.decoder_steps import DecoderSteps
 from moe_infinity.kernels.cpu.linear import fused_linear
 from moe_infinity.kernels.cpu.team import give_torch_all, leave_torch_one
@@ -280,7 +281,7 @@ def _wrap_sdpa() -> None:
 
 
 class _SmallBatchSdpa:
-    """Transformers' function, but by the kernel where a head has one query."""
+    """Transformers' function, but as `attend_grouped` does it where that can."""
 
     def __init__(self, stock: AttentionFunction) -> None:
         self._stock = stock
@@ -294,12 +295,12 @@ class _SmallBatchSdpa:
         attention_mask: Tensor | None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """[B, H, 1, d], [B, G, N, d], [B, G, N, dv] -> [B, 1, H, dv]."""
-        is_ours = MARK in vars(module) and query.shape[2] == 1 and not torch.is_grad_enabled()
-        is_ours = is_ours and not is_watched()
-        if is_ours and kwargs.get("position_bias") is None and not kwargs.get("dropout"):
+        """[B, H, T, d], [B, G, N, d], [B, G, N, dv] -> [B, T, H, dv]."""
+        is_ours = MARK in vars(module) and not torch.is_grad_enabled() and not is_watched()
+        is_plain = not (kwargs.get("dropout") or kwargs.get("softcap"))
+        if is_ours and is_plain and kwargs.get("position_bias") is None:
             scale = kwargs.get("scaling") or query.shape[3] ** -0.5
-            out = attend(query, key, value, attention_mask, scale)
+            out = attend_grouped(query, key, value, attention_mask, scale)
             if out is not None:
-                return out[:, None], None
+                return out, None
         return self._stock(module, query, key, value, attention_mask, **kwargs)

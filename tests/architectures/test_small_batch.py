@@ -6,10 +6,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers.integrations import sdpa_attention
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -231,6 +233,39 @@ def test_attention_is_that_of_transformers_and_of_no_other_heads(mask, dtype):
         assert distance(found, expected) < DTYPES[dtype]
         others = module, query, key.flip(1), value.flip(1), attention_mask
         assert distance(small(*others, dropout=0.0, scaling=0.3)[0], expected) > 0.1
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("mask", ["bool", "float", "by head"])
+@pytest.mark.parametrize("num_queries", [2, 16, 70])
+def test_a_tail_has_the_bits_of_transformers_without_a_copy_for_each_head(
+    num_queries, mask, dtype, monkeypatch
+):
+    SmallBatchSteps(nn.Module(), None, "auto").close()
+    small = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    module = nn.Module()
+    vars(module).update(num_key_value_groups=4, is_causal=True)
+    query = torch.randn(2, 8, num_queries, 32).to(dtype)
+    key, value = (torch.randn(2, 2, 700, 32).to(dtype) for _ in range(2))
+    attention_mask = torch.ones(2, 8 if mask == "by head" else 1, num_queries, 700).bool()
+    attention_mask = attention_mask.tril(700 - num_queries)
+    attention_mask[1, :, :, :5] = False  # padding
+    if mask == "float":
+        attention_mask = torch.zeros(attention_mask.shape).masked_fill(~attention_mask, -1e4)
+        attention_mask = attention_mask.to(dtype)
+    arguments = module, query, key, value, attention_mask
+    with torch.inference_mode():
+        expected, _ = sdpa_attention_forward(*arguments, dropout=0.0, scaling=0.3)
+        vars(module)[MARK] = True
+        copy = Mock(side_effect=lambda x, times: x)
+        monkeypatch.setattr(sdpa_attention, "repeat_kv", copy)
+        found, _ = small(*arguments, dropout=0.0, scaling=0.3, sliding_window=None)
+        assert torch.equal(found, expected)
+        assert found.is_contiguous()
+        assert copy.call_count == 0
+        with pytest.raises((ValueError, RuntimeError)):  # left to transformers
+            small(*arguments, dropout=0.1, scaling=0.3)
+        assert copy.call_count == 2
 
 
 def test_a_model_takes_small_batches_unless_it_is_exact_and_stops_when_it_is_closed(
