@@ -20,8 +20,8 @@ FLOAT32_BYTES = 4
 # use. Measured with the widths of Qwen3-30B-A3B, 4,000 tokens: 456 KiB a token, 267 of them for
 # experts in bfloat16, where it says 354 and 264; 227 in Q4_K_M.
 SAFETY = 1.25
-# Memory is left for a pass of so many tokens and one sequence of that length from the start. A step
-# that needs more gets it from slots.
+# Memory is left from the start for a first pass of so many tokens, and for the keys and values of
+# so many. A step that needs more gets it from slots.
 USUAL_TOKENS = 512
 USUAL_CONTEXT = 4096
 
@@ -44,11 +44,6 @@ class KvBytes:
     per_window_token: int  # of layers that keep the last `window` tokens
     window: int
     dtype: str = "auto"  # the kv_dtype
-
-    @property
-    def of_window(self) -> int:
-        """The most bytes of the layers that keep only a window."""
-        return self.per_window_token * self.window
 
     def __str__(self) -> str:
         windows = f" and {format_bytes(self.per_window_token)} a token of the last {self.window:,}"
@@ -111,6 +106,7 @@ class StepBytes:
     kv: KvBytes
     per_token: int
     per_context: int  # of a token that is looked at: while a layer attends, it is unpacked
+    per_earlier: int  # of one that a prompt's pass finds: its keys and values, for each query head
     experts_per_token: int  # of these, while a layer's experts compute
     per_pair: int  # of a token and one that it looks at
     is_causal: bool  # a pass that nothing came before needs nothing by pair
@@ -135,6 +131,7 @@ class StepBytes:
             kv=kv_bytes_of(config, item_bytes, kv_dtype),
             per_token=int(SAFETY * (experts + rest)),
             per_context=0 if kv_dtype == "auto" else both * widths.keys,
+            per_earlier=int(SAFETY * item_bytes * (widths.keys + 2 * widths.queries)),
             experts_per_token=experts,
             per_pair=both if is_fused else 2 * both * widths.heads,
             is_causal=is_fused and not _number(text, "sliding_window"),
@@ -142,13 +139,18 @@ class StepBytes:
         )
 
     def of_pass(self, num_tokens: int, context: int) -> int:
-        """The bytes of so many tokens that look at `context` tokens, of which they are the last;
-        without their keys and values.
+        """The bytes of so many tokens of a prompt that look at `context` tokens, of which they are
+        the last; without their keys and values.
         """
+        of_earlier = self.per_earlier * max(context - num_tokens, 0)
+        return of_earlier + self.of_decode_step(num_tokens, context)
+
+    def of_decode_step(self, num_tokens: int, context: int) -> int:
+        """The same where each is the next of an answer: our kernel attends, and repeats nothing."""
         pairs = 0 if self.is_causal and num_tokens == context else num_tokens * context
         own = num_tokens * self.per_token + context * self.per_context
         return self.logits + own + pairs * self.per_pair
 
     def from_the_start(self) -> int:
         """The bytes that are kept free of experts from the start."""
-        return self.of_pass(USUAL_TOKENS, USUAL_CONTEXT) + self.kv.of(USUAL_CONTEXT)
+        return self.of_pass(USUAL_TOKENS, USUAL_TOKENS) + self.kv.of(USUAL_CONTEXT)

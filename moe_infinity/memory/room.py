@@ -120,17 +120,17 @@ class Room:
         if self.needs is None:
             return
         num_tokens = step.num_tokens
-        if step.phase is Phase.DECODE:
+        if step.phase is Phase.PREFILL:
+            needs = self.needs.of_pass(num_tokens, step.context) + self._first_pass_bytes
+            self._first_pass_bytes = 0
+            self._num_unseen = DECODE_STEPS - 1  # the next decode step looks: slots may come back
+        else:
             self._num_unseen = (self._num_unseen + 1) % DECODE_STEPS
             if self._num_unseen:
                 return
             num_tokens *= DECODE_STEPS
-        context = max(step.context, num_tokens)
-        needs = self.needs.of_pass(num_tokens, context) + self.needs.kv.of(num_tokens)
-        if step.phase is Phase.PREFILL:
-            needs += self._first_pass_bytes
-            self._first_pass_bytes = 0
-            self._num_unseen = DECODE_STEPS - 1  # the next decode step looks: slots may come back
+            needs = self.needs.of_decode_step(num_tokens, max(step.context, num_tokens))
+        needs += self.needs.kv.of(num_tokens)
         if self._tier.table.num_withdrawn or self.left() < needs:
             return_free_memory()
         spare = self.keep_free(needs)

@@ -173,9 +173,7 @@ def num_host_slots(
     Raises ConfigError if it holds no expert, or is more than the machine has.
     """
     everything = slot_bytes * num_experts if mapped_bytes is None else mapped_bytes
-    budget = free_bytes
-    if host_memory is not None:
-        budget = parse_size(host_memory, whole_bytes=everything)
+    budget = free_bytes if host_memory is None else parse_size(host_memory, whole_bytes=everything)
     machine = machine_memory_bytes()
     if host_memory is not None and budget > machine:
         raise ConfigError(

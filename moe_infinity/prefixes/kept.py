@@ -69,6 +69,7 @@ def kept_prompt(moe: Loaded, folder: str, size: str) -> Iterator[KeptPrompt]:
         has_states=passes.has_states,
         end_ids=np.ravel([] if ends is None else ends).tolist(),
         store=store,
+        make_room=room.keep_free,
     )
     try:
         yield KeptPrompt(passes, prefixes)

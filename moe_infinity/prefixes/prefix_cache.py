@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Container, Hashable, Sequence
+from collections.abc import Callable, Container, Hashable, Sequence
 
 import numpy as np
 import torch
@@ -53,6 +53,7 @@ PREFIX_SHARE = 0.1  # of the memory that is not taken by the model's dense weigh
 # values, so that they take no more than these, within bounds.
 LEAST_SPACING = 256
 MOST_SPACING = 2048
+TWICE = 2  # keys and values are there so often while a cache is filled with them
 LEAST_TOKENS = 256  # computing fewer again costs less than what it takes to keep them
 
 
@@ -66,14 +67,16 @@ class PrefixCache:
         has_states: bool = False,
         end_ids: Container[int] = (),
         store: PromptStore | None = None,
+        make_room: Callable[[int], object] = lambda num_bytes: None,
     ) -> None:
         """`has_states`: the model has recurrent layers. `end_ids`: tokens that end a message.
-        `store`: the same on disk.
+        `store`: the same on disk. `make_room`: called before so many bytes are taken at once.
         """
         self.num_bytes = num_bytes  # at most
         self.has_states = has_states
         self.end_ids = end_ids
         self._store = store
+        self._make_room = make_room
         self.used_bytes = 0  # of blocks and states that are kept now
         self._roots: dict[Hashable, Node] = {}
         self._kept: OrderedDict[Node | State, None] = OrderedDict()  # least recently used first
@@ -128,6 +131,7 @@ class PrefixCache:
         of one sequence.
         """
         assert self._bytes is not None
+        self._make_room(TWICE * sum(node.num_bytes for node in nodes))
         blocks = [Block(len(node.tokens), node.data) for node in nodes if node.data is not None]
         state = nodes[-1].state
         self._bytes.fill(cache, blocks, None if state is None else state.data, device)
@@ -270,7 +274,9 @@ class PrefixCache:
         wanted = wanted_of(
             store, path, token_ids, has_states=self.has_states, most_bytes=self.num_bytes
         )
-        found = store.read(wanted.files())
+        files = wanted.files()
+        self._make_room(sum(store.size(file) or 0 for file in files))
+        found = store.read(files)
         if not found or any(stored.parts != (self._bytes or found[0].parts) for stored in found):
             return
         self._bytes = found[0].parts

@@ -362,6 +362,7 @@ def prefixes_of(
         has_states=has_recurrent_layers(moe.model.config),
         end_ids=Generation(moe.model).end_ids,
         store=store,
+        make_room=moe.engine.room.keep_free,
     )
 
 

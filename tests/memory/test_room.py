@@ -27,6 +27,7 @@ NEEDS = StepBytes(
     kv=KvBytes(per_token=MIB, per_window_token=0, window=0),
     per_token=2 * MIB,
     per_context=0,
+    per_earlier=0,
     experts_per_token=MIB,
     per_pair=0,
     is_causal=True,
@@ -208,6 +209,14 @@ def test_what_is_unpacked_while_a_layer_attends_counts_for_each_token_that_is_se
     assert needs.of_pass(1, 300) == 2 * MIB + 10 * 300
 
 
+def test_a_pass_behind_a_known_prefix_repeats_its_keys_and_values_and_a_decode_step_does_not():
+    needs = replace(NEEDS, per_earlier=10)
+    assert needs.of_pass(100, 100) == 100 * 2 * MIB
+    assert needs.of_pass(100, 300) == 100 * 2 * MIB + 10 * 200
+    assert needs.of_pass(100, 0) == 100 * 2 * MIB  # not known
+    assert needs.of_decode_step(1, 300) == 2 * MIB
+
+
 class Config(SimpleNamespace):
     def get_text_config(self, decoder: bool = False) -> Config:
         return self
@@ -221,7 +230,7 @@ def test_windows_keep_no_more_than_their_tokens_and_latents_are_shared():
     kv = kv_bytes_of(
         Config(**base, num_key_value_heads=2, layer_types=kinds, sliding_window=10), item_bytes=4
     )
-    assert (kv.per_token, kv.per_window_token, kv.of_window) == (128, 384, 3840)
+    assert (kv.per_token, kv.per_window_token, kv.window) == (128, 384, 10)
     chunked = Config(**base, layer_types=["chunked_attention"] * 4, attention_chunk_size=10)
     assert kv_bytes_of(chunked).of(1000) == 10 * 4 * 2 * 64 * 2
     windows = Config(**base, sliding_window=10)

@@ -242,6 +242,15 @@ def test_the_least_recently_used_goes_first_and_never_from_the_middle():
     assert prefixes.used_bytes == 6 * BLOCK_BYTES
 
 
+def test_room_is_made_before_a_cache_is_filled():
+    wanted: list[int] = []
+    prefixes = PrefixCache(6 * BLOCK_BYTES, make_room=wanted.append)
+    add(prefixes, TEXT[: 3 * BLOCK])
+    assert wanted == []
+    assert found(prefixes, TEXT[: 2 * BLOCK + 5]) == TEXT[: 2 * BLOCK]
+    assert wanted == [2 * 2 * BLOCK_BYTES], "its pieces, and what they are put together to"
+
+
 def test_one_branch_may_fill_it_and_more_is_left_out():
     prefixes = PrefixCache(3 * BLOCK_BYTES)
     add(prefixes, TEXT)

@@ -7,6 +7,7 @@ import random
 import shutil
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +126,32 @@ def test_what_memory_dropped_is_read_again(moe, tmp_path):
     assert engine.state()["prompt_store"]["hits"] == 2
     assert engine.state()["prefix_bytes"] <= room
     engine.close()
+
+
+def test_room_is_made_before_prompts_are_read(moe, folder, monkeypatch):
+    happened: list[tuple[str, int]] = []
+    read = PromptStore.read
+
+    def reading(store: PromptStore, files: Sequence[str]) -> list[Stored]:
+        found = read(store, files)
+        happened.append(("read", sum(stored.data.nbytes for stored in found)))
+        return found
+
+    monkeypatch.setattr(PromptStore, "read", reading)
+    room = moe.engine.room
+    keep_free = room.keep_free
+
+    def keeping(wanted: int) -> int:
+        happened.append(("room", wanted))
+        return keep_free(wanted)
+
+    monkeypatch.setattr(room, "keep_free", keeping)
+    engine = engine_at(moe, folder)
+    answered(engine, LONGER)
+    engine.close()
+    (before, wanted), (then, taken) = happened[:2]
+    assert (before, then) == ("room", "read")
+    assert wanted >= taken > 0
 
 
 def test_owners_do_not_share(moe, folder):

@@ -18,7 +18,7 @@ from moe_infinity.images.mmproj import with_mmproj
 from moe_infinity.local import find_local
 from moe_infinity.memory.device import AUTOMATIC_SHARE as GPU_SHARE
 from moe_infinity.memory.device import LEAST_ROOM_SHARE
-from moe_infinity.memory.needs import USUAL_CONTEXT, USUAL_TOKENS, KvBytes
+from moe_infinity.memory.needs import USUAL_TOKENS, KvBytes
 from moe_infinity.memory.room import FIXED_SHARE, margin_of
 from moe_infinity.sizes import format_bytes, parse_size
 from moe_infinity.system.files import expanded
@@ -257,5 +257,5 @@ def _sizes(model: str, plan: Plan, folder: Path | None, kv_dtype: str) -> ModelS
         table_params=sum(prod(weight.shape) for weight in tables.values()),
         head_params=sum(prod(weight.shape) for weight in (head or embedding).values()),
         kv=step.kv,
-        pass_bytes=step.of_pass(USUAL_TOKENS, USUAL_CONTEXT),
+        pass_bytes=step.of_pass(USUAL_TOKENS, USUAL_TOKENS),
     )
