@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 
 import numpy as np
@@ -124,6 +125,23 @@ def test_slots_give_way_to_a_prompt_and_come_back(few_slots, alone, monkeypatch)
     run_all(engine, other)
     assert table.num_slots == num_slots
     assert_same_answer(long, alone["long"])
+
+
+def test_slots_give_way_to_the_logits_of_a_whole_prompt(few_slots, monkeypatch):
+    table = few_slots.engine.tiers[-1].table
+    num_slots = table.num_slots
+    needs = few_slots.engine.room.needs
+    num_tokens = len(SHORT)
+    leave(few_slots, monkeypatch, needs.of_pass(num_tokens, num_tokens) + needs.kv.of(num_tokens))
+    engine = make_engine(few_slots, max_batch=2, prefix_cache="off")
+    plain = Client(engine, SHORT, max_new_tokens=1)
+    run_all(engine, plain)
+    assert table.num_slots == num_slots
+    scored = Client(engine, SHORT, max_new_tokens=0, echo=True)
+    run_all(engine, scored)
+    slot_bytes = few_slots.engine.tiers[-1].slots.slot_bytes
+    spare = needs.kv.of(num_tokens)
+    assert table.num_withdrawn == math.ceil((num_tokens * needs.logits - spare) / slot_bytes) > 0
 
 
 def test_what_a_pass_takes_again_is_kept_for_it_while_others_go_on(few_slots, monkeypatch):
