@@ -4,6 +4,7 @@ stay as small as they are stored until an expert is computed.
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -105,3 +106,25 @@ def test_an_unsupported_format_is_refused_with_the_list_of_those_that_are(folder
             load(str(broken))
         for supported in ("fp8", "mxfp4", "compressed-tensors", "gptq", "awq"):
             assert f"\n{supported} " in str(refused.value)
+
+
+SAID_BY_TOOLS = {
+    "gptq": ("quantize_config.json", {"bits": 4, "group_size": 32, "desc_act": False}),
+    "awq": (
+        "quant_config.json", {"w_bit": 4, "q_group_size": 32, "version": "GEMM", "zero_point": True}
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SAID_BY_TOOLS)
+def test_what_older_tools_say_beside_the_config_is_read(name, tmp_path):
+    """AutoGPTQ and AutoAWQ, without a quant_method."""
+    build(name, tmp_path / "new")
+    with MoE(tmp_path / "new", exact=True) as moe, torch.no_grad():
+        expected = moe.model(PROMPT).logits
+    older = shutil.copytree(tmp_path / "new", tmp_path / "older")
+    edit_config(older, lambda config: config | {"quantization_config": None})
+    file, content = SAID_BY_TOOLS[name]
+    (older / file).write_text(json.dumps(content))
+    with MoE(older, exact=True) as moe, torch.no_grad():
+        assert torch.equal(moe.model(PROMPT).logits, expected)

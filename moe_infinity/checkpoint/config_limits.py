@@ -51,14 +51,13 @@ class NumberRange(NamedTuple):
         return not self.is_whole or isinstance(value, int) or value.is_integer()
 
 
-class KnownNames(NamedTuple):
-    """KnownNames of a table of transformers'."""
+class Activations(NamedTuple):
+    """Names of a table of transformers'."""
 
-    kind: str
     names: frozenset[str]
 
     def __str__(self) -> str:
-        return f"an {self.kind} that transformers knows"
+        return "an activation that transformers knows"
 
     def has(self, value: Any) -> bool:
         return isinstance(value, str) and value in self.names
@@ -83,7 +82,7 @@ class AnyNumber(NumberRange):
         return not is_finite or super().has(value)
 
 
-Limit = NumberRange | KnownNames | Flag
+Limit = NumberRange | Activations | Flag
 
 
 class Rule(NamedTuple):
@@ -106,11 +105,10 @@ def setting(keys: str, limit: Limit, depths: range = range(1)) -> Rule:
 
 LAYERS = re.compile(r"(num|n)_(\w+_)?layers?|(\w+_)?num_(hidden_)?layers|(en|de)coder_layers")
 EXPERTS = re.compile(r"(moe_)?(num|n)_(local_|routed_)?experts")
-POSITIVE = NumberRange(1, 1 << 24)
 SIZE = NumberRange(0, 1 << 27)
 TOKEN = NumberRange(-10_000, 1 << 27)
 SHARE = NumberRange(0, 1, is_whole=False)
-ACTIVATION = KnownNames("activation", frozenset(ACT2FN))
+ACTIVATION = Activations(frozenset(ACT2FN))
 FACTOR = NumberRange(-1e9, 1e9, is_whole=False)
 # The first rule whose pattern the whole key matches decides.
 MODEL = (
@@ -209,7 +207,7 @@ def check_config(file: Path, content: dict[str, Any], *, trust_remote_code: bool
     for path, key, value in _entries(content):
         if not trust_remote_code and HUB_KERNEL.fullmatch(key) and "/" in str(value):
             raise UnsupportedModelError(
-                f"{file}: {path} names a kernel of the hub, {_shown(value)}: code that would be "
+                f"{file}: {path} names a kernel of the hub, {shown(value)}: code that would be "
                 "downloaded and run\nhint: --trust-remote-code allows it"
             )
         _check(file, ConfigEntry(path, key, value), RULES)
@@ -244,13 +242,13 @@ def _check(file: Path, entry: ConfigEntry, rules: tuple[Rule, ...]) -> None:
     """Raise CheckpointError if a value, or one of a list, is not what its key may have."""
     path, key, value = entry
     rule = next((rule for rule in rules if rule.keys.fullmatch(key)), ANYTHING)
-    if value is None:
+    if value is None or value == []:
         return
     if not rule.allows(value):
-        raise CheckpointError(f"{file}: {path} is {_shown(value)}, expected {rule.limit}")
+        raise CheckpointError(f"{file}: {path} is {shown(value)}, expected {rule.limit}")
     for each in _flat(value):
         if not isinstance(each, dict) and not rule.limit.has(each):
-            raise CheckpointError(f"{file}: {path} has {_shown(each)}, expected {rule.limit}")
+            raise CheckpointError(f"{file}: {path} has {shown(each)}, expected {rule.limit}")
 
 
 def _depth(value: Any) -> int:
@@ -270,5 +268,6 @@ def _numbers(value: Any) -> list[float]:
     return [each for each in _flat(value) if isinstance(each, int | float)]
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
+    """A value in an error."""
     return printable(repr(value), MAX_SHOWN)

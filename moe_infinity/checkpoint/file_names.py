@@ -28,8 +28,9 @@ def shards_of(index: Path) -> list[str]:
         raise CheckpointError(f"{index}: not an index of shards: {error!r}") from error
     if not names or not isinstance(content.get("metadata"), dict):  # transformers wants one
         raise CheckpointError(f"{index}: not an index of shards: no names or no metadata")
+    folder = index.parent.absolute()
     for path in paths:
-        if path.is_absolute() or ".." in path.parts:
+        if ".." in path.parts or not (folder / path).is_relative_to(folder):
             raise CheckpointError(f"{index}: names {path}, a file outside of the folder")
     return names
 
@@ -92,7 +93,7 @@ def find_gguf(checkpoint: str) -> Path | None:
     CheckpointError for a folder with several.
     """
     path = expanded(checkpoint)
-    if path.suffix == ".gguf" and not path.is_dir():
+    if path.suffix.lower() == ".gguf" and not path.is_dir():
         return path
     if not path.is_dir() or (path / "config.json").exists():
         return None

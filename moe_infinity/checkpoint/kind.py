@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,10 @@ from moe_infinity.experts import COMPUTE_DTYPES
 from moe_infinity.printable import printable
 
 CHECKED_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json")
-OF_MODELOPT = "hf_quant_config.json"  # of older versions, which write nothing into config.json
+# Where older versions of these tools say how weights are packed, and nothing in config.json.
+OF_TOOLS = {
+    "hf_quant_config.json": "modelopt", "quantize_config.json": "gptq", "quant_config.json": "awq",
+}  # fmt: skip
 TOKENIZER_FILES = ("*token*", "tekken.json", "vocab.*")
 
 
@@ -111,6 +115,8 @@ def _kind_of_folder(checkpoint: str, *, trust_remote_code: bool) -> Kind:
             f"{checkpoint}: transformers {transformers.__version__} does not understand "
             f"its config.json: {error}"
         ) from error
+    if "flash" in str(config._attn_implementation):  # of the machine that wrote it
+        config._attn_implementation = None
     dtype = str(config.dtype).removeprefix("torch.")
     if dtype not in ("None", *COMPUTE_DTYPES):
         raise UnsupportedModelError(
@@ -162,16 +168,11 @@ def _kind_of_gguf(file: Path, config_from: str | None, *, trust_remote_code: boo
             kind = replace(kind, config=text, model_class=text_class)
     if kind.config.dtype is None or config_from is None:
         kind.config.dtype = gguf.dtype
-    named = None if config_from is None else kind.generation or _generation_config(config_from)
+    named = kind.generation
+    if named is None and config_from is not None:
+        with suppress(OSError):  # it may have none
+            named = transformers.GenerationConfig.from_pretrained(config_from)
     return replace(kind, generation=generation_of(gguf, kind.config, named))
-
-
-def _generation_config(checkpoint: str) -> Any:
-    """The generation config of a folder or hub id, None if it has none."""
-    try:
-        return transformers.GenerationConfig.from_pretrained(checkpoint)
-    except OSError:
-        return None
 
 
 def _class_of(checkpoint: str, config: Any, *, trust_remote_code: bool) -> Any:
@@ -199,15 +200,16 @@ def _class_of(checkpoint: str, config: Any, *, trust_remote_code: bool) -> Any:
 
 def _packing_of(checkpoint: str, config: Any) -> Format | None:
     """How its weights are packed; the config does not say it any more afterwards."""
-    found = None
+    found: dict[str, Any] = {}
     for part in (config, config.get_text_config()):
         for key in PACKING:
             if getattr(part, key, None) is not None:
                 found = found or dict(getattr(part, key))
                 delattr(part, key)
-    if found is None and (file := _file_of(checkpoint, OF_MODELOPT)) is not None:
-        found = read_object(file)
-    if found is None:
+    for name, method in OF_TOOLS.items():
+        if not any(found.values()) and (file := _file_of(checkpoint, name)) is not None:
+            found = {"quant_method": method} | read_object(file)
+    if not any(found.values()):
         return None
     try:
         return find_format(found)
@@ -229,7 +231,9 @@ def load_tokenizer(checkpoint: str, *, config_from: str | None, trust_remote_cod
 
 def _tokenizer_of(checkpoint: str, config_from: str | None, trust_remote_code: bool) -> Any:
     file = find_gguf(checkpoint)
-    if file is not None and (config_from is None or _has_no_tokenizer(Path(config_from))):
+    beside = Path(config_from or "")
+    is_bare = beside.is_dir() and not any(any(beside.glob(files)) for files in TOKENIZER_FILES)
+    if file is not None and (config_from is None or is_bare):
         return tokenizer_of(read_gguf(file))
     folder = config_from or checkpoint
     named = (_file_of(folder, name) for name in CHECKED_TOKENIZER_FILES)
@@ -242,7 +246,3 @@ def _tokenizer_of(checkpoint: str, config_from: str | None, trust_remote_code: b
         is_ours = isinstance(error, CheckpointError)
         what = printable(error if is_ours else f"{type(error).__name__}: {error}", 2000)
         raise CheckpointError(f"{checkpoint}: no usable tokenizer: {what}") from error
-
-
-def _has_no_tokenizer(folder: Path) -> bool:
-    return folder.is_dir() and not any(any(folder.glob(files)) for files in TOKENIZER_FILES)

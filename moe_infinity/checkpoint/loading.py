@@ -95,7 +95,7 @@ class StoredSlice:
 
     def _read(self, tensor: StoredTensor) -> Tensor:
         # Where float32 lies, to 64 bytes, decides bits of products: as in stock's map of the file.
-        shift = tensor.extent.offset % ALIGNMENT if tensor.dtype == "float32" else 0
+        shift = tensor.extent.offset % ALIGNMENT & -4 if tensor.dtype == "float32" else 0
         raw = uint8_memory(shift + tensor.extent.num_bytes)[shift:]
         self._reader.read_into(tensor.extent, raw.numpy().data)
         self._on_read()
@@ -167,10 +167,19 @@ def load_without_experts(
             raise _unbuildable(checkpoint, error) from error
         raise
     model.__class__ = kind.model_class
-    if kind.generation is not None:
-        model.generation_config = kind.generation
+    model.generation_config = _settled(kind.generation or model.generation_config)
     assert hook.plan is not None
     return LoadedModel(model, hook.plan, reader, hook.plan.header_bytes + reader.bytes_read)
+
+
+def _settled(settings: transformers.GenerationConfig) -> transformers.GenerationConfig:
+    """The same settings in transformers' words: empty lists are absent, a temperature of 0 samples
+    nothing, and a top_k below 1 is none.
+    """
+    vars(settings).update({name: None for name, value in vars(settings).items() if value == []})
+    settings.do_sample = settings.do_sample and settings.temperature != 0
+    settings.top_k = settings.top_k and max(int(settings.top_k), 0)
+    return settings
 
 
 @contextmanager

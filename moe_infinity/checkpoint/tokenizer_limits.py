@@ -8,9 +8,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from moe_infinity.checkpoint.config_limits import MAX_SHOWN, NumberRange, read_object
+from moe_infinity.checkpoint.config_limits import NumberRange, read_object, shown
 from moe_infinity.errors import CheckpointError
-from moe_infinity.printable import printable
 
 MAX_FILE_BYTES = 256 << 20  # ten times that of Gemma 3
 MAX_DEPTH = 32
@@ -27,7 +26,7 @@ def check_tokenizer(files: Iterable[Path]) -> None:
         elif file.name == "tokenizer.json":
             model = content.get("model")
             if not isinstance(model, dict):
-                raise CheckpointError(f"{file}: model is {_shown(model)}, expected an object")
+                raise CheckpointError(f"{file}: model is {shown(model)}, expected an object")
             _check_ids(file, "model.vocab", model.get("vocab"))
             _check_added(file, content.get("added_tokens"))
         elif file.name == "tokenizer_config.json":
@@ -39,27 +38,23 @@ def _check_ids(file: Path, where: str, vocabulary: Any) -> None:
     if isinstance(vocabulary, dict):
         for token, id_ in vocabulary.items():
             if not ID.has(id_):
-                what = f"{_shown(token)} of {where} is {_shown(id_)}"
+                what = f"{shown(token)} of {where} is {shown(id_)}"
                 raise CheckpointError(f"{file}: {what}, expected {ID}")
     elif not isinstance(vocabulary, list):
-        raise CheckpointError(f"{file}: {where} is {_shown(vocabulary)}, expected tokens")
+        raise CheckpointError(f"{file}: {where} is {shown(vocabulary)}, expected tokens")
 
 
 def _check_added(file: Path, added: Any) -> None:
     if not isinstance(added, list):
-        raise CheckpointError(f"{file}: added_tokens is {_shown(added)}, expected a list")
+        raise CheckpointError(f"{file}: added_tokens is {shown(added)}, expected a list")
     for token in added:
         id_ = token.get("id") if isinstance(token, dict) else token
         if not ID.has(id_):
-            raise CheckpointError(f"{file}: an id of added_tokens is {_shown(id_)}, expected {ID}")
+            raise CheckpointError(f"{file}: an id of added_tokens is {shown(id_)}, expected {ID}")
 
 
 def _check_decoder(file: Path, added: Any) -> None:
     for id_ in added if isinstance(added, dict) else ():
         if not (id_.isascii() and id_.isdigit() and len(id_) < 9 and ID.has(int(id_))):
-            what = f"an id of added_tokens_decoder is {_shown(id_)}"
+            what = f"an id of added_tokens_decoder is {shown(id_)}"
             raise CheckpointError(f"{file}: {what}, expected {ID}")
-
-
-def _shown(value: Any) -> str:
-    return printable(repr(value), MAX_SHOWN)

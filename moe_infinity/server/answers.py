@@ -246,6 +246,7 @@ class ChatAnswer(TextAnswer):
         **settings: Any,
     ) -> None:
         super().__init__(requests, **settings)
+        self._head["service_tier"] = "default"  # litellm's clients of Groq's API need one
         self._messages = messages
         self._calls_one_function = calls_one_function
         self._new: list[Parts] = [Parts() for _ in requests]  # what the newest output added

@@ -116,7 +116,7 @@ class JsonRequest(HttpRequest):
         """The body, as its kind. Raises Refused."""
         data = await self.body()
         self._body = b""  # the request lives as long as its answer
-        read = partial(read_json, data, self._kind)
+        read = partial(read_json, data, self._kind, self.state.deployment)
         return read() if len(data) <= SMALL else await self._preparation.run(self, read)
 
     def end(self) -> None:
@@ -127,8 +127,9 @@ class JsonRequest(HttpRequest):
         self._num_bytes = 0
 
 
-def read_json(data: bytes, kind: type[BaseModel] | None) -> Any:
-    """Return a body by the parser of pydantic, as a value of its kind.
+def read_json(data: bytes, kind: type[BaseModel] | None, deployment: str | None = None) -> Any:
+    """Return a body by the parser of pydantic, as a value of its kind. A deployment is its model,
+    whatever else it names, as in Azure's API.
 
     That parser refuses deep nesting, which the standard library lets through. Raises Refused.
     """
@@ -138,6 +139,8 @@ def read_json(data: bytes, kind: type[BaseModel] | None) -> Any:
         value = from_json(without_lone_surrogates(data))
     except ValueError as error:
         raise BadRequest(f"the body is not JSON: {error}") from error
+    if deployment is not None and isinstance(value, dict):
+        value["model"] = deployment
     if kind is None:
         return value
     try:

@@ -24,6 +24,7 @@ from moe_infinity.server.ollama_body import (
     OllamaChatBody,
     OllamaEmbedBody,
     OllamaGenerateBody,
+    OllamaGenerationBody,
     OllamaShowBody,
     parsed,
 )
@@ -185,7 +186,7 @@ class OllamaApi:
         """Answer a conversation."""
         self._backend.require_model(body.model)
         if not body.messages:
-            return self._loaded({"message": {"role": "assistant", "content": ""}})
+            return self._loaded(body, {"message": {"role": "assistant", "content": ""}})
         answer_to = partial(OllamaAnswer, is_chat=True)
         return await self._backend.chat(request, body.for_chat, answer_to)
 
@@ -195,7 +196,7 @@ class OllamaApi:
         backend.require_model(body.model)
         body.require_possible()
         if not body.prompt:
-            return self._loaded({"response": ""})
+            return self._loaded(body, {"response": ""})
         answer_to = partial(OllamaAnswer, is_chat=False)
         if not body.raw and backend.reader.tokenizer.chat_template is not None:
             return await backend.chat(request, body.for_chat, answer_to)
@@ -238,10 +239,11 @@ class OllamaApi:
     def _context(self) -> int:
         return self._backend.reader.max_context
 
-    def _loaded(self, empty: dict[str, Any]) -> Response:
-        """The answer to who asks for nothing but that the model is loaded."""
+    def _loaded(self, body: OllamaGenerationBody, empty: dict[str, Any]) -> Response:
+        """The answer to who asks for nothing but that the model is loaded, or is not."""
         made = {"model": self._backend.name, "created_at": now(), **empty}
-        return JSONResponse(made | {"done": True, "done_reason": "load"})
+        reason = "unload" if body.wants_unload else "load"
+        return JSONResponse(made | {"done": True, "done_reason": reason})
 
     def _models(self) -> list[dict[str, Any]]:
         size = sum(self._bytes())

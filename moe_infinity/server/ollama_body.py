@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from itertools import count
 from typing import Any, Literal, TypeVar
 
@@ -15,6 +16,7 @@ from moe_infinity.server.protocol import CompletionBody
 from moe_infinity.server.refusals import BadRequest, wrong_fields
 
 Parsed = TypeVar("Parsed", bound=BaseModel)
+NO_TIME = re.compile(r"-?(0+(\.0+)?(ns|us|µs|ms|s|m|h)?)+")
 
 
 class OllamaBody(BoundedBody):
@@ -56,7 +58,7 @@ def name_in(call: dict[str, Any]) -> Any:
 
 class OllamaGenerationBody(OllamaBody):
     """The fields that chat and generate share. Options that are about the machine have no effect,
-    as has `keep_alive`: the model stays loaded.
+    as has `keep_alive`: the model stays loaded, whatever the answer says.
     """
 
     stream: bool | None = None  # left out: yes
@@ -65,10 +67,15 @@ class OllamaGenerationBody(OllamaBody):
     think: bool | Literal["low", "medium", "high"] | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
+    keep_alive: Any = None  # seconds, or a text such as "5m"
 
     @property
     def wants_stream(self) -> bool:
         return self.stream is not False
+
+    @property
+    def wants_unload(self) -> bool:
+        return NO_TIME.fullmatch(str(self.keep_alive)) is not None
 
     def generation_fields(self) -> dict[str, Any]:
         """The fields of a request of OpenAI's. Raises BadRequest."""

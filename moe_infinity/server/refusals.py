@@ -188,13 +188,14 @@ def refuse_other_names(request: HttpRequest, allowed: Sequence[str]) -> None:
 
 def owner_of(request: HttpRequest, api_keys: Sequence[str]) -> str:
     """The key that a request was sent with; empty if none is needed. Raises Refused (401) without a
-    right one. Anthropic's clients may send it as x-api-key. Comparisons take constant time.
+    right one. Anthropic's clients may send it as x-api-key, Azure's as api-key. Comparisons take
+    constant time.
     """
     if not api_keys:
         return ""
     scheme, _, given = request.headers.get("authorization", "").partition(" ")
     if scheme.lower() != "bearer":
-        given = request.headers.get("x-api-key", "")
+        given = request.headers.get("x-api-key") or request.headers.get("api-key", "")
     # Starlette decodes headers as Latin-1; encoding gives back the bytes that were sent.
     sent = given.strip().encode("latin-1")
     right = [key for key in api_keys if hmac.compare_digest(sent, key.encode())]

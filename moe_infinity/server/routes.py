@@ -28,11 +28,14 @@ from moe_infinity.server.sampling import ConstraintFailed
 
 logger = logging.getLogger(__name__)
 MOST_LOGGED = 300  # characters of a refusal
+AZURE = re.compile("/openai(/deployments/(?P<model>[^/]+))?(?=/)")  # how paths of Azure's API begin
+IN_FRONT = re.compile("/.*(?=/v1(/|$))")
 
 
 class Paths:
     """An ASGI application that gets the paths that clients mean: without slashes too many, with /v1
-    where it was left out, and once where it was given twice.
+    where it was left out, and without what a client's own service has in front of it. A deployment
+    of Azure's API becomes `state.deployment`.
     """
 
     def __init__(self, app: ASGIApp, routers: Sequence[APIRouter]) -> None:
@@ -42,17 +45,20 @@ class Paths:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
+            azure = AZURE.match(scope["path"])
+            state = {**scope.get("state", {}), "deployment": azure and azure["model"]}
             path = self.meant(scope["path"])
-            scope = {**scope, "path": path, "raw_path": path.encode()}
+            scope = {**scope, "path": path, "raw_path": path.encode(), "state": state}
         await self._app(scope, receive, send)
 
     def meant(self, path: str) -> str:
         """Return the path of a route, or a path without one as it is."""
-        path = re.sub("/+", "/", path)
-        path = re.sub("^(/v1)+(?=/)", "/v1", path.rstrip("/")) or "/"
-        for each in (path, f"/v1{path}", path.removeprefix("/v1")):
-            if any(pattern.match(each) for pattern in self._patterns):
-                return each
+        path = re.sub("/+", "/", path).rstrip("/") or "/"
+        bare = AZURE.sub("", path, count=1) if AZURE.match(path) else path
+        for start in (bare, IN_FRONT.sub("", bare, count=1)):
+            for each in (start, f"/v1{start}", start.removeprefix("/v1")):
+                if any(pattern.match(each) for pattern in self._patterns):
+                    return each
         return path
 
 

@@ -1,14 +1,19 @@
-"""Files of a checkpoint that are no JSON, or other JSON than transformers writes: an error of ours
-that names the file."""
+"""Files of a checkpoint that are no JSON, or other JSON than transformers writes: as good as that
+one if they mean the same, or an error of ours that names the file.
+"""
 
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
+import torch
 
 from moe_infinity import CheckpointError, MoE, MoEInfinityError
 from moe_infinity.inspection import inspect_checkpoint
+from tests.conftest import make_model
+from tests.safetensors_file import read, write
 
 pytestmark = [pytest.mark.timeout(60)]
 ODD = {
@@ -55,7 +60,7 @@ def test_ids_of_tokens_that_are_none_are_named(tiny_checkpoint, copy_of, value):
         MoE(folder)
 
 
-@pytest.mark.parametrize("change", [{"top_k": "x"}, {"min_length": []}, {"num_beams": "2"}])
+@pytest.mark.parametrize("change", [{"top_k": "x"}, {"min_length": [1]}, {"num_beams": "2"}])
 def test_numbers_that_are_none_are_named(tiny_checkpoint, copy_of, change):
     folder = copy_of(tiny_checkpoint)
     (folder / "generation_config.json").write_text(json.dumps(change))
@@ -96,3 +101,92 @@ def test_an_odd_value_of_a_tokenizer_is_an_error_of_ours(tiny_checkpoint, copy_o
     (folder / "tokenizer_config.json").write_text(json.dumps(config | change))
     with MoE(folder) as moe, pytest.raises(CheckpointError, match="no usable tokenizer"):
         moe.tokenizer  # noqa: B018
+
+
+# as other programs write them: as good as the file of transformers
+
+
+@pytest.mark.parametrize("unpacked", [{}, {"quant_method": None}, {"bits": None}], ids=str)
+@pytest.mark.parametrize("key", ["quantization_config", "compression_config"])
+def test_an_empty_quantization_is_none(tiny_checkpoint, copy_of, key, unpacked):
+    folder = copy_of(tiny_checkpoint)
+    change(folder / "config.json", **{key: unpacked})
+    with MoE(folder) as moe:
+        assert moe.report().experts.startswith("as stored")
+
+
+def test_attention_of_a_package_that_is_not_here_is_left_to_transformers(tiny_checkpoint, copy_of):
+    """Config files keep what the machine had that wrote them."""
+    folder = copy_of(tiny_checkpoint)
+    change(folder / "config.json", _attn_implementation="flash_attention_2")
+    with MoE(folder) as moe:
+        assert moe.model.config._attn_implementation == "sdpa"
+
+
+EMPTY: dict[str, Any] = {
+    "bad_words_ids": [], "stop_strings": [], "suppress_tokens": [], "eos_token_id": [],
+    "forced_eos_token_id": [], "temperature": None, "cache_implementation": None,
+}  # fmt: skip
+
+
+def test_empty_settings_of_generation_are_absent(tiny_checkpoint, copy_of):
+    folder = copy_of(tiny_checkpoint)
+    change(folder / "generation_config.json", **EMPTY)
+    with MoE(folder) as moe:
+        assert not any(getattr(moe.model.generation_config, name) for name in EMPTY)
+        ids = moe.generate(torch.tensor([[5, 6]]), max_new_tokens=4, pad_token_id=2)
+        assert ids.shape == (1, 6)
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        ({"temperature": 0.0, "do_sample": True}, {"do_sample": False}),
+        ({"top_k": -1, "do_sample": True}, {"top_k": 0, "do_sample": True}),
+        ({"top_k": 20.0, "do_sample": True}, {"top_k": 20, "do_sample": True}),
+    ],
+)
+def test_settings_of_other_programs_are_those_that_they_mean(
+    tiny_checkpoint, copy_of, written, meant
+):
+    folder = copy_of(tiny_checkpoint)
+    answers = []
+    for settings in (written, meant):
+        change(folder / "generation_config.json", **written | settings)
+        with MoE(folder, exact=True) as moe:
+            torch.manual_seed(0)
+            answers.append(moe.generate(torch.tensor([[5, 6]]), max_new_tokens=4, pad_token_id=2))
+    assert torch.equal(*answers)
+
+
+def test_an_index_may_name_its_folder(sharded_checkpoint, copy_of):
+    folder = copy_of(sharded_checkpoint)
+    index = folder / "model.safetensors.index.json"
+    names = json.loads(index.read_text())["weight_map"]
+    change(index, weight_map={key: str(folder / name) for key, name in names.items()})
+    with MoE(folder) as moe:
+        assert moe.report().experts
+    change(index, weight_map={key: f"{folder}/../{name}" for key, name in names.items()})
+    with pytest.raises(CheckpointError, match="outside of the folder"):
+        MoE(folder)
+
+
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize("num_bytes", [1, 2, 3])
+def test_weights_may_begin_at_any_byte(tmp_path, num_bytes, exact):
+    """Not all programs fill the header up to a multiple of 8 bytes."""
+    model = make_model().float()
+    model.config.dtype = torch.float32
+    model.save_pretrained(tmp_path / "whole")
+    ids = torch.tensor([[5, 6, 7]])
+    with MoE(tmp_path / "whole", exact=exact, device="cpu") as moe, torch.no_grad():
+        expected = moe.model(ids).logits
+    file = tmp_path / "whole" / "model.safetensors"
+    header, data = read(file)
+    write(file, json.dumps(header).encode().ljust(4096 + num_bytes), data)
+    with MoE(tmp_path / "whole", exact=exact, device="cpu") as moe, torch.no_grad():
+        assert torch.allclose(moe.model(ids).logits, expected, rtol=0, atol=1e-5)
+
+
+def change(file, **changes):
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))

@@ -146,13 +146,16 @@ def test_log_probabilities_are_those_of_the_tokens(server):
     assert len(answer["logprobs"][0]["top_logprobs"]) == 2
 
 
-def test_who_asks_for_nothing_loads_the_model(server):
+def test_who_asks_for_nothing_loads_the_model_or_unloads_it(server):
     for path, body in (
         ("generate", {"model": "tiny"}),
         ("chat", {"model": "tiny", "messages": []}),
     ):
         answer = posted(server, path, body).json()
         assert (answer["done"], answer["done_reason"]) == (True, "load")
+        for time, reason in ((0, "unload"), ("0s", "unload"), ("5m", "load"), (-1, "load")):
+            answer = posted(server, path, body | {"keep_alive": time}).json()
+            assert (answer["done"], answer["done_reason"]) == (True, reason)
 
 
 def test_the_one_model_is_listed_and_described(server):

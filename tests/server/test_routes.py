@@ -6,6 +6,7 @@ import logging
 from typing import Any
 
 import httpx
+import openai
 import pytest
 from fastapi import APIRouter
 
@@ -41,6 +42,8 @@ def spellings(path: str) -> list[str]:
         bare or "/v1/",
         f"/v1{bare}",
         f"/v1/v1{bare}/",
+        f"/openai{path}",
+        f"/compatible-mode/v1{bare}",
     ]
 
 
@@ -58,11 +61,47 @@ def test_what_is_asked_for_is_found_however_its_path_is_written(server, path):
         assert httpx.head(server.url + spelling).status_code == 200, spelling
 
 
-@pytest.mark.parametrize("path", ["/", "/v2/models", "/v1/nothing", "/models.json", "/v1models"])
+NO_PATHS = (
+    "/", "/v2/models", "/v1/nothing", "/models.json", "/v1models", "/openai", "/openai/nothing",
+    "/v1/models/some/v1",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("path", NO_PATHS)
 def test_a_path_that_is_none_stays_as_it_is(path):
     router = APIRouter()
     router.add_api_route("/v1/models", lambda: None)
+    router.add_api_route("/v1/models/{name:path}", lambda: None)
     assert Paths(router, [router]).meant(path) == path
+
+
+def azure(url: str, **more: Any) -> openai.AzureOpenAI:
+    settings: Any = {"api_version": "2024-10-21", "api_key": "key", "max_retries": 0} | more
+    return openai.AzureOpenAI(azure_endpoint=url, **settings)
+
+
+def test_the_client_of_azure_is_served(moe):
+    with serving(moe, api_key=["key"]) as server, azure(server.url) as client:
+        resources: dict[str, Any] = {
+            "chat/completions": client.chat.completions,
+            "completions": client.completions,
+            "embeddings": client.embeddings,
+            "responses": client.responses,
+        }
+        for path, resource in resources.items():
+            assert resource.create(model="tiny", **BODIES[f"/v1/{path}"]).model == "tiny"
+        assert [model.id for model in client.models.list()] == ["tiny"]
+        with azure(server.url, api_key="another") as other, pytest.raises(openai.APIStatusError):
+            other.models.list()
+
+
+def test_a_deployment_is_the_model_whatever_the_body_names(server):
+    body = CHAT | {"model": "gpt-4o"}
+    for name, status in (("tiny", 200), ("gpt-4o", 404)):
+        path = f"/openai/deployments/{name}/chat/completions?api-version=2024-10-21"
+        answer = httpx.post(server.url + path, json=body, timeout=60)
+        assert answer.status_code == status
+    assert answer.json()["error"]["param"] == "model"
 
 
 def test_models_have_the_form_of_the_api_that_asks(server):
@@ -79,6 +118,13 @@ def test_models_have_the_form_of_the_api_that_asks(server):
     assert card["capabilities"].keys() == {"completion_chat", "function_calling", "vision"}
     missing = httpx.get(f"{server.url}/v1/models/x", headers={"anthropic-version": "2023-06-01"})
     assert missing.json()["error"]["type"] == "not_found_error"
+
+
+def test_answers_name_the_tier_of_service_that_groqs_clients_want(server):
+    with server.client() as client:
+        assert client.chat.completions.create(model="tiny", **CHAT).service_tier == "default"
+        chunks = client.chat.completions.create(model="tiny", stream=True, **CHAT)
+        assert {chunk.service_tier for chunk in chunks} == {"default"}
 
 
 def test_input_tokens_of_a_response_are_those_it_counts(server):
