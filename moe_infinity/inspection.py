@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import asdict, dataclass
-from functools import partial
 from typing import Any
 
 from moe_infinity.checkpoint.file_names import find_gguf
 from moe_infinity.checkpoint.loading import plan_from_headers
 from moe_infinity.checkpoint.packing import PackedTensor
 from moe_infinity.checkpoint.plan import Plan, stored_bytes
-from moe_infinity.images.mmproj import with_mmproj
+from moe_infinity.images.mmproj import VisionPart
 from moe_infinity.local import local_folder
 from moe_infinity.sizes import format_bytes
 
@@ -102,7 +101,7 @@ def inspect_checkpoint(
     plan = plan_from_headers(
         model if find_gguf(model) is not None else local_folder(model),
         config_from=config_from,
-        beside=partial(with_mmproj, checkpoint=model),
+        beside=VisionPart(model),
         dtype=dtype,
         trust_remote_code=trust_remote_code,
     )

@@ -24,7 +24,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import cache, cached_property, partial
+from functools import cache, cached_property
 from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -47,7 +47,7 @@ from moe_infinity.engine.experts import Experts
 from moe_infinity.engine.hooks import StepReader
 from moe_infinity.errors import Cancelled, ClosedError
 from moe_infinity.experts import Ints, Step
-from moe_infinity.images.mmproj import with_mmproj
+from moe_infinity.images.mmproj import VisionPart
 from moe_infinity.kernels.kv_layers import require_packable
 from moe_infinity.long_prompts import in_passes
 from moe_infinity.predict.eamc import RequestEam
@@ -92,6 +92,7 @@ class MoE:
         self.checkpoint = str(checkpoint)
         self.config = self.config_class.from_options(config, options)
         check_policy(self.config)
+        self.vision_part = VisionPart(self.checkpoint, self.config.mmproj)
         self._lock = threading.RLock()
         self._is_closed = False
         with torch.inference_mode(False):  # tensors made in that mode cannot be modified outside it
@@ -130,7 +131,7 @@ class MoE:
             return load_without_experts(
                 self.checkpoint,
                 config_from=self.config.config_from,
-                beside=partial(with_mmproj, checkpoint=self.checkpoint, named=self.config.mmproj),
+                beside=self.vision_part,
                 dtype=self.config.dtype,
                 experts_implementation=hooks.BACKEND,
                 trust_remote_code=self.config.trust_remote_code,

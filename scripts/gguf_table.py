@@ -10,7 +10,7 @@ from pathlib import Path
 import transformers
 
 from moe_infinity.checkpoint.gguf_architectures import KNOWN
-from tests.gguf_files import MODELS
+from tests.gguf_files import MODELS, class_for
 from tools.convert_to_gguf import ARCHITECTURES
 
 GUIDE = Path(__file__).resolve().parents[1] / "docs" / "gguf.md"
@@ -23,7 +23,7 @@ TOKENIZERS = {
     "laguna": ("laguna",), "mellum": ("mellum2",), "mimo2": ("qwen2",),
     "deepseek_v2": ("deepseek-llm",), "glm4_moe_lite": ("glm4",), "solar_open": ("solar-open",),
     "afmoe": ("afmoe",), "exaone-moe": ("exaone-moe",), "glm-dsa": ("glm4",), "jamba": ("llama",),
-    "kimi-linear": ("kimi-k2",),
+    "kimi-linear": ("kimi-k2",), "glm5-next": ("glm4",),
     "deepseek2": ("deepseek-v3", "kimi-k2"), "dots1": ("qwen2",), "ernie4_5-moe": ("llama",),
     "gemma4": ("gemma4",), "glm4moe": ("glm4",), "gpt-oss": ("gpt-4o",),
     "granitehybrid": ("dbrx",), "granitemoe": ("refact",), "hunyuan-moe": ("hunyuan",),
@@ -39,6 +39,7 @@ TOKENIZERS = {
 DIFFERENCES = {
     "deepseek_v32": "up to `index_topk` tokens",
     "deepseek_v4": "up to 4 `index_topk` tokens",
+    "glm5_next": "up to `index_topk` tokens",
     "glm_moe_dsa": "up to `index_topk` tokens",
     "gpt_oss": "but for YaRN",
     "granitemoehybrid": "with one group of Mamba",
@@ -56,7 +57,7 @@ def table() -> str:
     for name in sorted(MODELS, key=lambda name: (ARCHITECTURES[name], name)):
         architecture = ARCHITECTURES[name]
         config_class = transformers.CONFIG_MAPPING[name]
-        model_class = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[config_class].__name__
+        model_class = class_for(config_class).__name__
         metadata = KNOWN[architecture].metadata
         is_enough = metadata is not None and metadata.model_type == name
         cells = (

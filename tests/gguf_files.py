@@ -174,6 +174,19 @@ MODELS: dict[str, dict[str, Any]] = {
     "glm_moe_dsa": DEEPSEEK | DENSE_FIRST | {
         "index_topk": 16, "index_head_dim": 128, "index_n_heads": 4,
     },
+    "glm5_next": DEEPSEEK | {
+        "qk_rope_head_dim": 0, "num_hidden_layers": 4,
+        "layer_types": ["linear_attention", *["indexed_attention"] * 2, "linear_attention"],
+        "mlp_layer_types": ["dense"] + ["sparse"] * 3, "index_topk": 16, "index_kpool": 4,
+        "indexer_types": ["full", "full", "shared", "full"], "index_head_dim": 128,
+        "index_n_heads": 4, "linear_head_dim": 16, "linear_num_heads": 4,
+        "linear_lower_bound": -2.0, "swiglu_limit": 0.5, "hc_sinkhorn_iters": 5, "hc_eps": 1e-4,
+        "routed_scaling_factor": 2.5,
+        "vision_config": {
+            "depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16,
+            "out_hidden_size": 64, "projection_intermediate_size": 16, "image_size": 28,
+        },
+    },
     "jamba": {
         "num_experts": 8, "num_hidden_layers": 4, "attn_layer_period": 2, "attn_layer_offset": 1,
         "expert_layer_period": 2, "expert_layer_offset": 1, "mamba_d_state": 16,
@@ -231,12 +244,25 @@ MODELS: dict[str, dict[str, Any]] = {
 WIDE = {"hidden_size": 256, "intermediate_size": 256, "moe_intermediate_size": 256}  # K-quants
 
 
+def class_for(config_class: Any) -> Any:
+    """The model's class: of some models transformers has one only for text and images."""
+    text = transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+    both = transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    return (text if config_class in text else both)[config_class]
+
+
+def stock_model(folder: Path) -> Any:
+    """The model of a checkpoint as transformers loads it, in float32."""
+    config = transformers.AutoConfig.from_pretrained(folder)
+    return class_for(type(config)).from_pretrained(folder, dtype=torch.float32).eval()
+
+
 def build(name: str, folder: Path, **changes: Any) -> Path:
     """A checkpoint in which no parameter is 0, so that one left out is seen."""
     settings = COMMON | MODELS[name]
     config = transformers.AutoConfig.for_model(name, **settings | changes)
     torch.manual_seed(0)
-    model = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config)
+    model = class_for(type(config))(config)
     for key, param in [*model.named_parameters(), *model.named_buffers()]:
         if key.endswith("tid2eid"):  # other experts for each token
             param.data = torch.rand(len(param), 8).topk(param.shape[1]).indices

@@ -21,7 +21,7 @@ from moe_infinity.checkpoint.gguf_architectures import KNOWN
 from moe_infinity.inspection import inspect_checkpoint
 from scripts.gguf_table import GUIDE, table
 from tests.closeness import distance
-from tests.gguf_files import MODELS, WIDE, build, rewrite, widen
+from tests.gguf_files import MODELS, WIDE, build, rewrite, stock_model, widen
 from tests.kernels.stored_weights import ggml_blocks
 from tools.convert_to_gguf import ARCHITECTURES, convert
 
@@ -76,9 +76,8 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("name", MODELS)
 def test_a_gguf_file_computes_what_its_checkpoint_does(name, tmp_path):
     folder = build(name, tmp_path / name)
-    stock = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.no_grad():
-        expected = stock(IDS).logits
+        expected = stock_model(folder)(IDS).logits
     found = logits_of(converted(folder, "f32"), config_from=config_for(name, folder))
     assert distance(found, expected) < TOLERANCE
 

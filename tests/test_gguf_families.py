@@ -24,7 +24,7 @@ from moe_infinity import MoE
 from moe_infinity.architectures.model_parts import PackedLinear
 from tests.closeness import distance, logits_of_steps
 from tests.conftest import save_tokenizer
-from tests.gguf_files import MODELS, WIDE, build, rewrite, widen
+from tests.gguf_files import MODELS, WIDE, build, rewrite, stock_model, widen
 from tests.server.driving import Client, cached, generated, make_engine, run_all
 from tools.convert_to_gguf import convert
 
@@ -41,6 +41,7 @@ FOR_LLAMA_CPP = {
     "gpt_oss": {"rope_parameters": YARN | {"truncate": True}},
     "deepseek_v32": {"index_topk": 2048},
     "deepseek_v4": {"index_topk": 512},
+    "glm5_next": {"index_topk": 2048},
     "glm_moe_dsa": {"index_topk": 2048},
     "mellum": {
         "rope_parameters": dict.fromkeys(MODELS["mellum"]["rope_parameters"], ROPE),
@@ -48,7 +49,8 @@ FOR_LLAMA_CPP = {
 }
 UNLIKE_LLAMA_CPP = ("phimoe",)  # docs/gguf.md says why
 ALONE = (  # whose caches the server cannot join
-    "deepseek_v32", "deepseek_v4", "glm_moe_dsa", "minimax_m3_vl_text", "qwen4_exp_text",
+    "deepseek_v32", "deepseek_v4", "glm5_next", "glm_moe_dsa", "minimax_m3_vl_text",
+    "qwen4_exp_text",
 )  # fmt: skip
 WITHOUT_PREFIXES = (*ALONE, "jamba")
 CACHES = ("gpt_oss", "granitemoehybrid", "deepseek_v3")  # with a window, recurrent, latent
@@ -128,6 +130,21 @@ def test_the_server_has_the_tokens_of_generate(name, tmp_path):
             ]
         is_known = [cached(client) > 0 for client in clients[1:]]
         assert is_known == [name not in WITHOUT_PREFIXES] * 3
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_a_model_whose_class_sees_has_the_logits_of_transformers_without_eyes(exact, tmp_path):
+    """transformers has GLM-5.3-Flash only with a vision part, which the file does not have."""
+    folder = made("glm5_next", tmp_path)
+    stock = stock_model(folder)
+    with torch.no_grad(), opened(folder / "f32.gguf", config_from=str(folder), exact=exact) as moe:
+        for length in (3, 70, 700):
+            ids = ids_of(length)
+            assert distance(moe.model(ids).logits, stock(ids).logits) < TOLERANCES[exact], length
+        in_steps = [logits_of_steps(model, ids_of(82), 70) for model in (moe.model, stock)]
+        assert distance(*in_steps) < TOLERANCES[exact]
+        assert moe.processor is None
+        assert not any("visual" in name for name in moe.model.state_dict())
 
 
 @pytest.mark.skipif(LLAMA_PYTHON is None, reason="MOE_INFINITY_LLAMA_PYTHON names no interpreter")

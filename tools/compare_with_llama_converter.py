@@ -33,7 +33,8 @@ def convert(model: Path, out: Path, *, mmproj: bool) -> None:
 
     def set_vocab(self: Any) -> None:
         self.gguf_writer.add_tokenizer_model("no_vocab")
-        self.gguf_writer.add_vocab_size(config["vocab_size"])
+        text = config.get("text_config", config)
+        self.gguf_writer.add_vocab_size(text["vocab_size"])
 
     converter.set_vocab = set_vocab
     converter.no_mtp = True

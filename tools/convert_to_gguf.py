@@ -30,7 +30,8 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))  # if this is run as a
 
 from tools.gguf_blocks import K_QUANTS, RandomBlocks
 from tools.gguf_changes import NAMES, NAMES_OF, changed
-from tools.gguf_metadata import WIDE_KEYS, as_written, more_metadata, more_tensors
+from tools.gguf_layers import as_written, more_tensors
+from tools.gguf_metadata import WIDE_KEYS, more_metadata
 from tools.gguf_types import MIXES, Shape, types_of
 from tools.vocabulary_to_gguf import read_tokenizer
 
@@ -47,24 +48,25 @@ ARCHITECTURES = {
     "cohere2_moe": "cohere2moe", "deepseek_v32": "deepseek32", "hy_v3": "hy_v3",
     "laguna": "laguna", "mellum": "mellum", "mimo_v2_flash": "mimo2",
     "qwen4_exp_text": "qwen4exp", "deepseek_v4": "deepseek4",
-    "minimax_m3_vl_text": "minimax-m3",
+    "minimax_m3_vl_text": "minimax-m3", "glm5_next": "glm5-next",
 }  # fmt: skip
 # Of what the gguf package does not know: one that it knows, with the same names.
 NAMED_AS = {
     "cohere2moe": "bailingmoe", "deepseek32": "glm-dsa", "hy_v3": "dots1", "laguna": "step35",
     "mellum": "qwen3moe", "qwen4exp": "qwen35moe", "deepseek4": "deepseek2",
-    "minimax-m3": "glm4moe",
+    "minimax-m3": "glm4moe", "glm5-next": "kimi-linear",
 }  # fmt: skip
-EXPERT = re.compile(r"(?:model|backbone)\.layers\.(\d+)\..*experts\.(\d+)\.(\w+)\.weight")
-LEAVES = {
-    "gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate", "w3": "up",
-    "w2": "down",
+EXPERT = re.compile(
+    r"(?:model|backbone|model\.language_model)\.layers\.(\d+)\..*experts\.(\d+)\.(\w+)\.weight"
+)
+LEAVES = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down"} | {
+    "w1": "gate", "w3": "up", "w2": "down",
 }  # fmt: skip
 REORDERED = ("llama", "granitemoe")  # rows of q and k
 # Whose weights gguf_changes.py knows.
 CHANGED = (
-    "afmoe", "deepseek4", "gemma4", "granitehybrid", "jamba", "kimi-linear", "laguna", "lfm2moe",
-    "minimax-m3", "nemotron_h_moe", "qwen3next", "qwen35moe", "qwen4exp",
+    "afmoe", "deepseek4", "gemma4", "glm5-next", "granitehybrid", "jamba", "kimi-linear", "laguna",
+    "lfm2moe", "minimax-m3", "nemotron_h_moe", "qwen3next", "qwen35moe", "qwen4exp",
 )  # fmt: skip
 # Of whole numbers, by the end of their names: they are metadata of the file.
 CONSTANTS = ("layer_multipliers", "ngram_heads_offsets", "ngram_heads_vocab_sizes")
@@ -111,7 +113,7 @@ class Converter:
             in_order = sorted(shards, key=lambda name: int(name.split("shard_")[1].split(".")[0]))
             yield Target("per_layer_token_embd.weight", in_order, torch.cat)
         for name in self._names:
-            if name in shards or name.endswith(CONSTANTS):
+            if name in shards or name.endswith(CONSTANTS) or ".visual." in name:
                 continue
             if match := EXPERT.fullmatch(name):
                 stack = f"blk.{match[1]}.ffn_{LEAVES[match[3]]}_exps.weight"
@@ -180,6 +182,7 @@ class Converter:
         return lambda tensors: changed(self.architecture, name, tensors[0], self._config)
 
     def _mapped(self, name: str) -> str:
+        name = name.replace(".language_model.", ".")
         name = name.removesuffix("_bias") + ".bias" if name.endswith("correction_bias") else name
         # transformers saves dense layers of Kimi Linear under the name of those with experts.
         name = re.sub(r"block_sparse_moe\.(\w+_proj)\.", r"mlp.\1.", name)
@@ -368,6 +371,7 @@ def begin_file(
 def convert(folder: Path, out: Path, wanted: str, *, split: int = 0) -> None:
     """`split`: the most tensors of one part; 0: one file."""
     config = json.loads((folder / "config.json").read_text())
+    config = config.get("text_config", {}) | config  # of a model that sees
     if config["model_type"] not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
         raise SystemExit(f"{folder} is {config['model_type']}, expected one of {known}")

@@ -44,6 +44,20 @@ NAMES_OF = {
         "mlp.experts.down_proj": "ffn_down_exps.weight",
         ".post_attention_layernorm.weight": "ffn_norm.weight",
     },
+    "glm5-next": {
+        ".dt_bias": "ssm_dt.bias", ".e_score_correction_bias": "exp_probs_b.bias",
+        ".indexer.index_kpool_compress_ape": "indexer_compressor_ape.weight",
+        ".indexer.index_kpool_compress_gate": "indexer_compressor_gate.weight",
+        ".indexer.k_norm.bias": "indexer.k_norm.bias",
+        ".indexer.k_norm.weight": "indexer.k_norm.weight",
+        ".indexer.weights_proj.weight": "indexer.proj.weight",
+        ".indexer.wk.weight": "indexer.attn_k.weight",
+        ".indexer.wq_b.weight": "indexer.attn_q_b.weight",
+        ".post_attention_layernorm.weight": "ffn_norm.weight",
+    } | {
+        f".hc_{place}_{leaf}": f"hc_{place}_{leaf}.weight"
+        for place in ("attn", "ffn") for leaf in ("fn", "base", "scale")
+    },
     "deepseek4": {
         ".attn.attn_sink": "attn_sinks.weight", ".attn.norm.weight": "attn_kv_a_norm.weight",
         ".attn.q_norm.weight": "attn_q_a_norm.weight", ".attn.wkv.weight": "attn_kv.weight",
@@ -84,7 +98,7 @@ def changed(
     """Return the tensor that the converter stores for a weight of the checkpoint."""
     if architecture in ("qwen35moe", "qwen4exp") and ".linear_attn." in name:
         weight = tiled(name, weight, config)
-    if architecture == "kimi-linear" and "_conv1d." in name:
+    if architecture in ("glm5-next", "kimi-linear") and "_conv1d." in name:
         return weight.unsqueeze(0)
     if architecture in ("granitehybrid", "nemotron_h_moe"):
         weight = mamba(name, weight, config)

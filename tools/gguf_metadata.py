@@ -1,5 +1,5 @@
-"""The metadata that llama.cpp's converter writes of a config, beyond those of every model, and the
-tensors that are in no checkpoint. Written from llama.cpp's conversion/.
+"""The metadata that llama.cpp's converter writes of a config, beyond those of every model. Written
+from llama.cpp's conversion/.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ FIELDS = {
 # Architectures of which the converter writes them, and all of these.
 WITH_FIELDS = (
     "afmoe", "cohere2_moe", "deepseek_v2", "deepseek_v3", "deepseek_v32", "deepseek_v4", "dots1",
-    "ernie4_5_moe", "exaone_moe", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "hy_v3",
-    "kimi_linear", "laguna", "llama4_text", "solar_open",
+    "ernie4_5_moe", "exaone_moe", "glm4_moe", "glm4_moe_lite", "glm5_next", "glm_moe_dsa",
+    "hy_v3", "kimi_linear", "laguna", "llama4_text", "solar_open",
 )  # fmt: skip
 # By model_type: how scores of experts are made of logits, where the converter says so.
 SIGMOID = (
     "afmoe", "deepseek_v3", "deepseek_v32", "dots1", "exaone_moe", "glm4_moe", "glm4_moe_lite",
-    "glm_moe_dsa", "hy_v3", "kimi_linear", "laguna", "mimo_v2_flash", "minimax_m2",
+    "glm5_next", "glm_moe_dsa", "hy_v3", "kimi_linear", "laguna", "mimo_v2_flash", "minimax_m2",
     "minimax_m3_vl_text", "solar_open",
 )  # fmt: skip
 
@@ -100,6 +100,25 @@ def _jamba(config: dict[str, Any]) -> dict[str, Any]:
         "ssm.inner_size": config["mamba_expand"] * config["hidden_size"],
         "ssm.state_size": config["mamba_d_state"],
         "ssm.time_step_rank": config["mamba_dt_rank"],
+    }
+
+
+def _glm5_next(config: dict[str, Any]) -> dict[str, Any]:
+    limits = [config["swiglu_limit"]] * config["num_hidden_layers"]
+    return {
+        "attention.indexer.kpool": config["index_kpool"],
+        "attention.indexer.kpool_select_tail": config["index_kpool_always_select_tail"],
+        "attention.indexer.types": [kind == "full" for kind in config["indexer_types"]],
+        "attention.layer_norm_epsilon": 1e-6,
+        "hyper_connection.count": config["hc_mult"],
+        "hyper_connection.epsilon": config["hc_eps"],
+        "hyper_connection.sinkhorn_iterations": config["hc_sinkhorn_iters"],
+        "kda.gate_lower_bound": config["linear_lower_bound"],
+        "kda.head_dim": config["linear_head_dim"],
+        "rope.dimension_count": 0,
+        "ssm.conv_kernel": config["linear_conv_kernel_dim"],
+        "swiglu_clamp_exp": limits,
+        "swiglu_clamp_shexp": limits,
     }
 
 
@@ -292,85 +311,6 @@ def _gemma4(config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _of_full_layers(config: dict[str, Any]) -> dict[str, Any]:
-    """What the config says of Gemma 4's layers without a window."""
-    number = config["layer_types"].index("full_attention")
-    by_number = {int(key): found for key, found in config["per_layer_config"].items()}  # "05"
-    found: dict[str, Any] = by_number[number]
-    return found
-
-
-def as_written(config: dict[str, Any]) -> dict[str, Any]:
-    """The config with a list where the converter writes one value for each layer."""
-    kinds = config.get("layer_types", [])
-    heads = config["num_key_value_heads"]
-    if config["model_type"] in ("lfm2_moe", "granitemoehybrid"):
-        counts = [heads if kind == "full_attention" else 0 for kind in kinds]
-        epsilon = config.get("norm_eps", config.get("rms_norm_eps"))
-        return config | {"num_key_value_heads": counts, "rms_norm_eps": epsilon}
-    if config["model_type"] == "nemotron_h":
-        kinds = config["layers_block_type"]
-        width = config["moe_intermediate_size"]
-        return config | {
-            "num_hidden_layers": len(kinds),
-            "rms_norm_eps": config["layer_norm_epsilon"],
-            "num_key_value_heads": [heads * (kind == "full_attention") for kind in kinds],
-            "intermediate_size": [width * (kind == "moe") for kind in kinds],
-        }
-    if config["model_type"] == "jamba":
-        period = config["attn_layer_period"]
-        numbers = range(config["num_hidden_layers"])
-        is_full = [at % period == config["attn_layer_offset"] for at in numbers]
-        return config | {"num_key_value_heads": [heads * full for full in is_full]}
-    if "kv_lora_rank" in config:
-        is_full = [kind != "linear_attention" for kind in kinds]
-        is_hybrid = config["model_type"] == "kimi_linear"
-        length = config.get("model_max_length") or config["max_position_embeddings"]
-        return config | {
-            "max_position_embeddings": length,
-            "num_key_value_heads": [int(full) for full in is_full] if is_hybrid else 1,
-            "head_dim": config["kv_lora_rank"] + config["qk_rope_head_dim"],
-            "value_head_dim": config["kv_lora_rank"],
-        }
-    if config["model_type"] == "mimo_v2_flash":
-        return config | {
-            "rope_parameters": config["rope_parameters"]["full_attention"],
-            "num_key_value_heads": [heads * (1 + (kind != "full_attention")) for kind in kinds],
-            "value_head_dim": config["v_head_dim"],
-        }
-    if config["model_type"] == "deepseek_v4":
-        rope = config["rope_parameters"]["compress"] | {"rope_theta": config["rope_theta"]}
-        return config | {"rope_parameters": rope}
-    if config["model_type"] in ("laguna", "mellum"):
-        return config | {"rope_parameters": config["rope_parameters"]["full_attention"]}
-    if config["model_type"] != "gemma4_text":
-        return config
-    full = _of_full_layers(config)
-    in_full = full.get("num_key_value_heads", heads)
-    first_shared = config["num_hidden_layers"] - config["num_kv_shared_layers"]
-    width = config["intermediate_size"]
-    wide = 2 * width if config["use_double_wide_mlp"] else width
-    return config | {
-        "num_key_value_heads": [in_full if kind == "full_attention" else heads for kind in kinds],
-        "intermediate_size": [width if at < first_shared else wide for at in range(len(kinds))],
-        "head_dim": full["head_dim"],
-        "num_experts_per_tok": config["top_k_experts"],
-        "rope_parameters": {
-            "rope_theta": config["rope_parameters"]["full_attention"]["rope_theta"]
-        },
-    }
-
-
-def more_tensors(config: dict[str, Any]) -> dict[str, list[float]]:
-    """Tensors that are in no checkpoint."""
-    if config["model_type"] != "gemma4_text":
-        return {}
-    num_pairs = _of_full_layers(config)["head_dim"] // 2
-    share = config["rope_parameters"]["full_attention"]["partial_rotary_factor"]
-    num_rotated = int(num_pairs * share)
-    return {"rope_freqs.weight": [1.0] * num_rotated + [1e30] * (num_pairs - num_rotated)}
-
-
 OF_MODELS = {
     "afmoe": _afmoe,
     "deepseek_v4": _deepseek4,
@@ -378,6 +318,7 @@ OF_MODELS = {
     "ernie4_5_moe": _ernie,
     "exaone_moe": _exaone,
     "gemma4_text": _gemma4,
+    "glm5_next": _glm5_next,
     "glm_moe_dsa": _glm_dsa,
     "gpt_oss": _gpt_oss,
     "granitemoehybrid": _granite_hybrid,

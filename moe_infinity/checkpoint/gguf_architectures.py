@@ -287,8 +287,8 @@ ALWAYS_CHANGED = {".A_log": log_of_negative}
 # What the converter only renames, beside experts and latent attention; a user names the config.
 ONLY_NAMES = (
     "afmoe", "cohere2moe", "deepseek2", "deepseek32", "dots1", "ernie4_5-moe",
-    "exaone-moe", "glm-dsa", "glm4moe", "hunyuan-moe", "hy_v3", "jamba", "kimi-linear", "laguna",
-    "llama4", "mellum", "mimo2", "minimax-m2", "phimoe",
+    "exaone-moe", "glm-dsa", "glm4moe", "glm5-next", "hunyuan-moe", "hy_v3", "jamba",
+    "kimi-linear", "laguna", "llama4", "mellum", "mimo2", "minimax-m2", "phimoe",
 )  # fmt: skip
 KNOWN = dict.fromkeys(ONLY_NAMES, Architecture()) | {
     "deepseek4": Architecture(

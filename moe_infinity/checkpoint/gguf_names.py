@@ -60,7 +60,8 @@ GROUPS = (
     (
         {".compressor.": "attn_compressor", ".indexer.": "indexer_compressor"},
         {"kv_proj.weight": "kv", "gate_proj.weight": "gate", "kv_norm.weight": "norm",
-         "position_bias": "ape"},
+         "position_bias": "ape", "index_kpool_compress_gate": "gate",
+         "index_kpool_compress_ape": "ape"},
     ),
 )  # fmt: skip
 # Tensors whose parameters have names that the gguf package's map does not know.
@@ -84,10 +85,9 @@ OTHER_NAMES = {
     ".q_a_norm.weight": "attn_q_a_norm.weight", ".o_b_proj.weight": "attn_output_b.weight",
     ".self_attn.kv_norm.weight": "attn_kv_a_norm.weight",
     ".indexer.q_b_proj.weight": "indexer.attn_q_b.weight",
-    ".indexer.q_proj.weight": "indexer.q_proj.weight",
-    ".indexer.k_proj.weight": "indexer.k_proj.weight",
-    ".indexer.q_norm.weight": "indexer.q_norm.weight",
     ".indexer.scorer.weights_proj.weight": "indexer.proj.weight",
+} | {
+    f".indexer.{leaf}.weight": f"indexer.{leaf}.weight" for leaf in ("q_proj", "k_proj", "q_norm")
 } | {
     f"{module}{param}": f"{start}_{end}.weight"
     for modules, params in GROUPS

@@ -163,8 +163,8 @@ def _kind_of_gguf(file: Path, config_from: str | None, *, trust_remote_code: boo
         kind = find_kind(config_from, trust_remote_code=trust_remote_code)
         kind = replace(kind, packing=None, gguf=gguf)  # the file's weights are not packed so
         text = kind.config.get_text_config()
-        if text is not kind.config:  # what else there is, is in a file of its own
-            text_class = _class_of(config_from, text, trust_remote_code=trust_remote_code)
+        text_class = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(text), kind.model_class)
+        if text_class.config_class is type(text):  # what else there is, is in a file of its own
             kind = replace(kind, config=text, model_class=text_class)
     if kind.config.dtype is None or config_from is None:
         kind.config.dtype = gguf.dtype

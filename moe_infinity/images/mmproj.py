@@ -14,11 +14,13 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
+from inspect import signature
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import gguf
+import torch
 import transformers
 from torch import Tensor
 from transformers.core_model_loading import Concatenate, WeightConverter
@@ -30,9 +32,11 @@ from moe_infinity.checkpoint.gguf_map import SUFFIXES
 from moe_infinity.checkpoint.gguf_names import weight_of
 from moe_infinity.checkpoint.headers import StoredTensor
 from moe_infinity.checkpoint.kind import Kind
+from moe_infinity.checkpoint.loading import NO_MODEL, few_modules
 from moe_infinity.checkpoint.plan import Weights
 from moe_infinity.errors import CheckpointError, ConfigError, UnsupportedModelError
 from moe_infinity.images.projectors import PROJECTORS, Projector
+from moe_infinity.printable import printable
 from moe_infinity.system.files import expanded
 
 logger = logging.getLogger(__name__)
@@ -113,26 +117,73 @@ def read_mmproj(path: Path) -> Mmproj:
     return Mmproj(path, PROJECTORS[said], metadata, {each.name: each for each in header.tensors})
 
 
-def with_mmproj(kind: Kind, checkpoint: str, named: str | Path | None = None) -> Kind:
-    """The kind of a text model and its vision part together; the same kind for a model without one.
-    A file that nobody named is left aside with a warning if it cannot be used. Raises
-    UnsupportedModelError, CheckpointError, ConfigError.
-    """
-    path = find_mmproj(checkpoint, named)
-    if path is None or kind.gguf is None:
+class VisionPart:
+    """Makes one kind of a GGUF text model and its vision part, if there is one."""
+
+    def __init__(self, checkpoint: str, named: str | Path | None = None) -> None:
+        """`named`: a file that a user named; otherwise one may lie beside the model."""
+        self.problem = ""  # of a file that was found and cannot be used
+        self._checkpoint = checkpoint
+        self._named = named
+
+    def __call__(self, kind: Kind) -> Kind:
+        """The kind of both together; without a vision part, that of a model that reads text. A file
+        that nobody named is left aside with a warning if it cannot be used. Raises
+        UnsupportedModelError, CheckpointError, ConfigError.
+        """
+        path = find_mmproj(self._checkpoint, self._named)
+        if kind.gguf is None:
+            return kind
+        if path is None:
+            return _blind(kind)
+        try:
+            return _together(read_mmproj(path), kind, kind.gguf)
+        except (CheckpointError, UnsupportedModelError) as error:
+            if self._named is not None:
+                raise
+            line = str(error).partition("\n")[0].replace(str(path), path.name)  # clients see it
+            self.problem = printable(line, 500)
+            logger.warning("%s\nwithout it, the model takes no images", error)
+            return _blind(kind)
+
+
+class Blind:
+    """A mark of classes that could see, and whose model has no vision part."""
+
+
+def _blind(kind: Kind) -> Kind:
+    """The kind of a model without its vision part, where transformers has only a class for both."""
+    stock = kind.model_class
+    if "pixel_values" not in signature(stock.forward).parameters:
         return kind
+
+    def __init__(self: Any, config: Any) -> None:
+        stock.__init__(self, config)
+        others = [name for name, _ in self.model.named_children() if name != "language_model"]
+        for name in others:
+            delattr(self.model, name)
+
+    attributes = {
+        "__module__": stock.__module__, "__qualname__": stock.__qualname__, "__init__": __init__,
+    }  # fmt: skip
+    model_class = type(stock.__name__, (stock, Blind), attributes)
+    return dataclasses.replace(kind, model_class=model_class)
+
+
+def _together(mmproj: Mmproj, kind: Kind, model: GgufModel) -> Kind:
+    """The kind of a text model and a vision part whose tensors fit it."""
+    config = _config_of(mmproj, kind.config, model)
+    model_class = transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
     try:
-        mmproj = read_mmproj(path)
-        config = _config_of(mmproj, kind.config, kind.gguf)
-    except (CheckpointError, UnsupportedModelError) as error:
-        if named is not None:
-            raise
-        logger.warning("%s\nwithout it, the model takes no images", error)
-        return kind
+        with few_modules(str(mmproj.path)), torch.device("meta"):
+            _weights_of(mmproj, model_class._from_config(config))
+    except NO_MODEL as error:
+        what = f"{type(error).__name__}: {error}"
+        raise CheckpointError(f"{mmproj.path}: no model can be built of it: {what}") from error
     return dataclasses.replace(
         kind,
         config=config,
-        model_class=transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)],
+        model_class=model_class,
         weights_beside=partial(_weights_of, mmproj),
     )
 
@@ -185,7 +236,7 @@ def _config_of(mmproj: Mmproj, text: Any, model: GgufModel) -> Any:
 
 def _weights_of(mmproj: Mmproj, model: Any) -> tuple[Weights, list[WeightConverter]]:
     """The weights of the vision part, by name in the model, and rules that make parameters of them.
-    Raises CheckpointError for a tensor that is no parameter.
+    Raises CheckpointError for a tensor that is missing, of another shape, or no parameter.
     """
     weights: Weights = {}
     rules = []
@@ -197,7 +248,7 @@ def _weights_of(mmproj: Mmproj, model: Any) -> tuple[Weights, list[WeightConvert
             continue
         tensor = _tensor_of(param, mmproj, known)
         if tensor is None:
-            continue  # transformers names what is missing
+            raise CheckpointError(f"{mmproj.path}: no tensor for {param}")
         unused -= {tensor.name}
         wanted = tuple(value.shape)
         second = mmproj.tensors.get(SECOND_FRAME) if tensor.name == PATCHES else None
@@ -214,6 +265,11 @@ def _weights_of(mmproj: Mmproj, model: Any) -> tuple[Weights, list[WeightConvert
             is_of_patches = tensor.name == PATCHES
             undo = partial(_colours_last, tensor.shape) if is_of_patches else None
             tensor = dataclasses.replace(tensor, shape=wanted, undo=undo)
+        if tensor.shape != wanted:
+            raise CheckpointError(
+                f"{mmproj.path}: {tensor.name} has shape {list(tensor.shape)}, the model wants "
+                f"{list(wanted)}"
+            )
         weights[param] = weight_of(param, tensor)
     if unused:
         raise CheckpointError(f"{mmproj.path}: tensor {min(unused)} is no parameter of this model")

@@ -14,7 +14,7 @@ from transformers.utils import is_torchvision_available
 from moe_infinity.checkpoint.kind import load_tokenizer
 from moe_infinity.config import OffloadConfig
 from moe_infinity.errors import CheckpointError, ConfigError
-from moe_infinity.images.mmproj import Mmproj, find_mmproj, read_mmproj
+from moe_infinity.images.mmproj import Blind, Mmproj, find_mmproj, read_mmproj
 from moe_infinity.images.pictures import INSTALL, MAX_PIXELS
 from moe_infinity.printable import printable
 
@@ -25,7 +25,8 @@ EDGES = ("shortest_edge", "longest_edge")  # of images, in pixels
 
 def takes_images(model: Any) -> bool:
     """Return True if a model's forward pass takes pixels."""
-    return "pixel_values" in inspect.signature(model.forward).parameters
+    is_blind = isinstance(model, Blind)
+    return not is_blind and "pixel_values" in inspect.signature(model.forward).parameters
 
 
 def load_processor(model: Any, checkpoint: str, config: OffloadConfig) -> Any:

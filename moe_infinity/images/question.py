@@ -21,7 +21,8 @@ def question(moe: MoE, text: str, files: Sequence[Path]) -> dict[str, Any]:
     and ConfigError, which names the file, for an image that cannot be read.
     """
     if moe.processor is None:
-        raise UnsupportedModelError(f"{moe.checkpoint} takes no images")
+        reason = f": {moe.vision_part.problem}" if moe.vision_part.problem else ""
+        raise UnsupportedModelError(f"{moe.checkpoint} takes no images{reason}")
     templates = moe.tokenizer, moe.processor
     writer = next((each for each in templates if each.chat_template is not None), None)
     if writer is None:

@@ -59,7 +59,8 @@ class ImageReader:
             return ImageMarks() if any(message.images for message in body.messages) else None
         for part in asked_last(body.messages, is_continued=body.is_continued):
             message = f"this model reads text only, not a part of type {part.type!r}"
-            raise BadRequest(message, param=param)
+            problem = self._moe.vision_part.problem
+            raise BadRequest(f"{message}: {problem}" if problem else message, param=param)
         return None
 
     def prompt(self, text: str, marks: ImageMarks, param: str) -> tuple[list[int], PromptImages]:

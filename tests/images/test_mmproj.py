@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import gguf
+import openai
 import pytest
 import torch
 import transformers
@@ -155,6 +157,10 @@ def without(name: str) -> Change:
     return lambda file, out: rewrite(file, out, {}, **{name: None})
 
 
+def with_tensor(name: str) -> Change:
+    return lambda file, out: rewrite(file, out, {}, **{name: torch.ones(3).numpy()})
+
+
 UINT32 = gguf.GGUFValueType.UINT32
 REFUSED = {
     "no vision part": (with_key("general.architecture", "qwen35moe"), "no vision part of a model"),
@@ -164,8 +170,14 @@ REFUSED = {
     "a text for a size": (with_key("clip.vision.block_count", "many"), "block_count is 'many'"),
     "huge": (with_key("clip.vision.block_count", (UINT32, 1 << 31)), "block_count is 2147483648"),
     "no positions": (without("v.position_embd.weight"), "damaged, no usable tensor"),
-    "cut off": (lambda file, out: out.write_bytes(file.read_bytes()[:-9000]), "truncated"),
-}
+    "cut off": (lambda file, out: out.write_bytes(file.read_bytes()[:-9000]), "ends at byte"),
+    "heads of no width": (with_key("clip.vision.attention.head_count", (UINT32, 100)), "built"),
+    "a missing tensor": (
+        without("v.blk.1.ln1.bias"), "no tensor for model.visual.blocks.1.norm1.bias"
+    ),
+    "a tensor left over": (with_tensor("v.more"), "tensor v.more is no parameter"),
+    "a tensor of another shape": (with_tensor("mm.2.bias"), r"shape \[3\], the model wants"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", REFUSED)
@@ -179,29 +191,28 @@ def test_a_vision_part_that_cannot_be_used(case, qwen, tmp_path, caplog):
     shutil.copy(qwen.text, tmp_path)
     with opened(tmp_path / qwen.text.name) as moe:
         assert moe.processor is None
-    assert said_of_it in caplog.text
+        with pytest.raises(UnsupportedModelError, match=f"takes no images: .*{said_of_it}"):
+            question(moe, TEXT, [])
+    assert re.search(said_of_it, caplog.text)
     assert "takes no images" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("change", "match"),
-    [
-        (without("v.blk.1.ln1.bias"), "no tensor for model.visual.blocks.1.norm1.bias"),
-        (
-            lambda file, out: rewrite(file, out, {}, **{"v.more": torch.ones(3).numpy()}),
-            "tensor v.more is no parameter",
-        ),
-        (
-            lambda file, out: rewrite(file, out, {}, **{"mm.2.bias": torch.ones(3).numpy()}),
-            "the model wants",
-        ),
-    ],
-    ids=["missing", "left over", "another shape"],
-)
-def test_tensors_that_do_not_fit_are_refused(change, match, qwen, tmp_path):
-    change(qwen.mmproj, tmp_path / "other.gguf")
-    with pytest.raises(CheckpointError, match=match):
-        opened(qwen.text, mmproj=tmp_path / "other.gguf")
+def test_a_server_says_why_it_takes_no_images(qwen, tmp_path):
+    """A vision part with a tensor too few was found beside the model."""
+    shutil.copy(qwen.text, tmp_path)
+    without("mm.2.bias")(qwen.mmproj, tmp_path / "mmproj.gguf")
+    with opened(tmp_path / qwen.text.name) as moe, serving(moe) as server:
+        client = server.client()
+        given: Any = {"model": "tiny", "max_tokens": 4, "temperature": 0}
+        given["messages"] = [asked("what?")]
+        answer = client.chat.completions.create(**given)
+        assert answer.choices[0].finish_reason
+        with pytest.raises(openai.BadRequestError) as refused:
+            client.chat.completions.create(**given | {"messages": [asked(RED, "what?")]})
+    message = refused.value.body["message"]  # type: ignore[index]
+    assert "reads text only" in message
+    assert "mmproj.gguf: no tensor for model.visual.merger.linear_fc2.bias" in message
+    assert str(tmp_path) not in message
 
 
 def test_a_vision_part_of_another_model_is_refused(tmp_path, qwen):

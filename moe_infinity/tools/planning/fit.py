@@ -14,7 +14,7 @@ from typing import Any
 from moe_infinity.checkpoint.loading import plan_from_headers
 from moe_infinity.checkpoint.plan import Plan, stored_bytes
 from moe_infinity.errors import UnsupportedModelError
-from moe_infinity.images.mmproj import with_mmproj
+from moe_infinity.images.mmproj import VisionPart
 from moe_infinity.local import find_local
 from moe_infinity.memory.device import AUTOMATIC_SHARE as GPU_SHARE
 from moe_infinity.memory.device import LEAST_ROOM_SHARE
@@ -219,7 +219,7 @@ def sizes_of(model: str, *, config_from: str | None = None, kv_dtype: str = "aut
     if found is None or (found == model and not is_named):
         with hollow_copy(model) as path:
             return _sizes(model, plan_of(str(path)), None, kv_dtype)
-    plan = plan_of(found, beside=partial(with_mmproj, checkpoint=found))
+    plan = plan_of(found, beside=VisionPart(found))
     path = expanded(found)
     return _sizes(model, plan, path if path.is_dir() else path.parent, kv_dtype)
 
