@@ -25,9 +25,11 @@ from moe_infinity.system.files import open_no_link
 
 MAX_BYTES = 20 << 20  # of one image
 REDIRECTS = 3
+FROM_URLS = bytes.maketrans(b"-_", b"+/")  # the other alphabet of base64
 MOVED = (301, 302, 303, 307, 308)
 READ_BYTES = 64 << 10
 NONE = "none"
+BASE64 = ("iVBORw0KGgo", "/9j/", "UklGR", "R0lGOD")  # how PNG, JPEG, WEBP and GIF begin in it
 PORTS = {"http": 80, "https": 443}
 
 
@@ -49,9 +51,12 @@ class Media:
         self._folders = [_folder(rule) for rule in others if "://" not in rule]
 
     def read(self, place: str, deadline: float) -> bytes:
-        """Return the bytes behind a data URL, http(s) URL, file URL or absolute path. Raises
-        BadImage, also at `deadline`, of `time.monotonic`.
+        """Return the bytes behind a data URL, http(s) URL, file URL or absolute path, or in base64.
+        Raises BadImage, also at `deadline`, of `time.monotonic`.
         """
+        place = place.strip()
+        if place.startswith(BASE64):
+            place = f"data:;base64,{place}"
         scheme = place[:8].partition(":")[0].lower()
         if scheme == "data":
             if not self._allows_data:
@@ -168,13 +173,15 @@ def _data(place: str) -> bytes:
     head, comma, data = place.partition(",")
     if not comma:
         raise BadImage("this data URL has no data")
-    if not head.lower().endswith(";base64"):
-        return _within(iter([unquote_to_bytes(data)]))
+    raw = unquote_to_bytes(data)
+    if "base64" not in (each.strip() for each in head.lower().split(";")[1:]):
+        return _within(iter([raw]))
     try:
-        return _within(iter([binascii.a2b_base64(data.encode("ascii"))]))
-    except (ValueError, binascii.Error) as error:
-        if isinstance(error, BadImage):
-            raise
+        if not raw.isascii():
+            raise binascii.Error
+        raw = raw.translate(FROM_URLS).rstrip(b"= \t\r\n") + b"=="
+        return _within(iter([binascii.a2b_base64(raw)]))
+    except binascii.Error as error:
         raise BadImage("this image's data are no base64") from error
 
 

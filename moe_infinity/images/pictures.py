@@ -31,8 +31,10 @@ def read_picture(data: bytes) -> Image:
     try:
         with Image.open(io.BytesIO(data), formats=FORMATS) as file:
             _require_size(file)
-            # As transformers loads images.
-            return ImageOps.exif_transpose(file).convert("RGB")
+            picture = ImageOps.exif_transpose(file)
+            if picture.mode.startswith("I"):  # 16 bits of grey: Pillow makes white of 256 and more
+                picture = picture.convert("I").point(lambda grey: grey * (1 / 256)).convert("L")
+            return picture.convert("RGB")  # as transformers loads images
     except BadImage:
         raise
     except MemoryError as error:

@@ -92,6 +92,8 @@ class ImageReader:
         files = []
         for at, part in enumerate(parts):
             try:
+                if part.url is None and part.is_uploaded:
+                    raise BadImage("file_id: this server keeps no files; send its data in base64")
                 if part.url is None:
                     raise BadImage("there is no URL, and no data in base64")
                 files.append(self._media.read(part.url, deadline))

@@ -52,6 +52,7 @@ class ImagePart(MediaPart):
     source: Any = None
     image: Any = None
     data: Any = None
+    file_id: Any = None
     mime_type: Any = Field(None, alias="mimeType")  # without effect: the data say what they are
     detail: Any = None  # without effect: the model's processor decides
     cache_control: Any = None
@@ -65,12 +66,23 @@ class ImagePart(MediaPart):
         or not as a string.
         """
         source = self.source if isinstance(self.source, dict) else {}
-        of_url = self.image_url.get("url") if isinstance(self.image_url, dict) else self.image_url
         data = source.get("data") or self.data
         if isinstance(data, str):
-            return f"data:;base64,{data}"
-        found = of_url or source.get("url") or self.image
-        return found if isinstance(found, str) else None
+            is_url = data.lstrip()[:5].lower() == "data:"
+            return data if is_url else f"data:;base64,{data}"
+        places = (_url_in(self.image_url), source.get("url"), _url_in(self.image))
+        return next((place for place in places if place and isinstance(place, str)), None)
+
+    @property
+    def is_uploaded(self) -> bool:
+        """Return True if it names a file that a client has uploaded."""
+        source = self.source if isinstance(self.source, dict) else {}
+        return bool(self.file_id or source.get("file_id"))
+
+
+def _url_in(value: Any) -> Any:
+    """Return the URL where it is one, or in an object."""
+    return value.get("url") if isinstance(value, dict) else value
 
 
 def with_type(part: Any) -> Any:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 
@@ -18,6 +19,7 @@ from moe_infinity.images import media
 from moe_infinity.images.media import Media
 from moe_infinity.images.pictures import BadImage
 from tests.fake_hub import ForgivingServer
+from tests.images.files import encoded, picture
 
 DATA = b"some bytes"
 MANY = 3 << 20
@@ -74,6 +76,39 @@ def test_data_urls_are_read_by_default_and_nothing_else(site, tmp_path):
     for place in (f"{site}/good", str(tmp_path / "a.png"), f"file://{tmp_path}/a.png", "a.png", ""):
         with pytest.raises(BadImage):
             read([], place)
+
+
+OTHER = bytes(range(248, 256)) * 5  # has both signs in which alphabets of base64 differ
+IN_BASE64 = base64.b64encode(OTHER).decode()
+FOR_URLS = base64.urlsafe_b64encode(OTHER).decode()
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        f"DATA:IMAGE/PNG;BASE64,{IN_BASE64}",
+        f"data:image/png;charset=utf-8;name=a%20b.png;base64,{IN_BASE64}",
+        f"data:image/png;base64;charset=utf-8,{IN_BASE64}",
+        f"data:image/png; base64, {IN_BASE64}",
+        f" data:image/png;base64,{IN_BASE64}\n",
+        f"data:image/png;base64,{base64.encodebytes(OTHER).decode()}",
+        f"data:image/png;base64,{quote(IN_BASE64, safe='')}%0A",
+        f"data:image/png;base64,{FOR_URLS}",
+        f"data:image/png;base64,{FOR_URLS.rstrip('=')}",
+        f"data:image/png,{quote(OTHER)}",
+    ],
+)
+def test_a_data_url_is_read_in_each_way_to_write_it(place):
+    assert {"+", "/"} < {*IN_BASE64}
+    assert read([], place) == OTHER
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF"])
+def test_base64_of_an_image_needs_no_beginning_of_a_url(kind):
+    data = encoded(picture(1, 8, 8), kind)
+    assert read([], base64.b64encode(data).decode()) == data
+    with pytest.raises(BadImage, match="takes no images"):
+        read(["none"], base64.b64encode(data).decode())
 
 
 @pytest.mark.parametrize("place", ["data:image/png", "data:;base64,é", "ftp://a"])

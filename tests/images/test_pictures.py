@@ -30,6 +30,12 @@ def test_every_kind_of_pixel_becomes_rgb(mode):
     assert (read.mode, read.size) == ("RGB", COLOURS.size)
 
 
+def test_16_bits_of_grey_keep_their_order():
+    levels = np.linspace(0, 65535, 256).round().astype(np.uint16).reshape(16, 16)
+    read = np.asarray(read_picture(encoded(Image.fromarray(levels), "PNG")), int)
+    assert np.array_equal(read, np.stack([levels // 256] * 3, -1))
+
+
 def test_cmyk_keeps_its_colours():
     read = np.asarray(read_picture(encoded(COLOURS.convert("CMYK"), "JPEG", quality=95)), int)
     assert np.abs(read - np.asarray(COLOURS, int)).mean() < 20

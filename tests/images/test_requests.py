@@ -77,12 +77,29 @@ def of_user(*parts: Any) -> list[dict[str, Any]]:
         {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": BASE64}},
         {"type": "image", "data": BASE64, "mimeType": "image/png"},
         {"type": "image", "image": data_url(PNG)},
+        {"type": "image", "image": BASE64, "mediaType": "image/png"},
+        {"type": "image", "image": {"url": data_url(PNG)}},
+        {"type": "image", "source": {"type": "url", "url": data_url(PNG)}},
+        {"type": "image", "source": {"type": "base64", "data": data_url(PNG)}},
     ],
 )
 def test_an_image_has_the_same_tokens_in_each_form(server, num_tokens, part):
     answer = post(server, "v1/chat/completions", {"messages": of_user(part), "max_tokens": 1})
     assert answer.status_code == 200, answer.text
     assert answer.json()["usage"]["prompt_tokens"] == num_tokens
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"type": "input_image", "file_id": "file-1"},
+        {"type": "image", "source": {"type": "file", "file_id": "file-1"}},
+    ],
+)
+def test_an_uploaded_file_is_refused_by_its_field(server, part):
+    answer = post(server, "v1/chat/completions", {"messages": of_user(part), "max_tokens": 1})
+    assert answer.status_code == 400
+    assert "image 0: file_id: this server keeps no files" in answer.json()["error"]["message"]
 
 
 def test_responses_and_messages_and_ollama_take_images(server, num_tokens):
