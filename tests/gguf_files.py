@@ -81,6 +81,16 @@ MODELS: dict[str, dict[str, Any]] = {
             "mrope_section": [2, 1, 1],
         },
     },
+    "qwen3_vl_moe": {
+        "num_experts": 8, "moe_intermediate_size": 96, "num_hidden_layers": 3,
+        "rope_parameters": {
+            "rope_type": "default", "rope_theta": 5000.0, "mrope_section": [3, 3, 2],
+        },
+        "vision_config": {
+            "depth": 2, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16,
+            "out_hidden_size": 64, "num_position_embeddings": 16, "deepstack_visual_indexes": [0],
+        },
+    },
     "minimax_m3_vl_text": {
         "num_local_experts": 8, "num_hidden_layers": 3, "dense_intermediate_size": 128,
         "shared_intermediate_size": 96, "rotary_dim": 8, "routed_scaling_factor": 2.5,
@@ -176,7 +186,7 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "glm5_next": DEEPSEEK | {
         "qk_rope_head_dim": 0, "num_hidden_layers": 4,
-        "layer_types": ["linear_attention", *["indexed_attention"] * 2, "linear_attention"],
+        "layer_types": ["linear_attention", *["full_attention"] * 2, "linear_attention"],
         "mlp_layer_types": ["dense"] + ["sparse"] * 3, "index_topk": 16, "index_kpool": 4,
         "indexer_types": ["full", "full", "shared", "full"], "index_head_dim": 128,
         "index_n_heads": 4, "linear_head_dim": 16, "linear_num_heads": 4,
@@ -260,7 +270,11 @@ def stock_model(folder: Path) -> Any:
 def build(name: str, folder: Path, **changes: Any) -> Path:
     """A checkpoint in which no parameter is 0, so that one left out is seen."""
     settings = COMMON | MODELS[name]
-    config = transformers.AutoConfig.for_model(name, **settings | changes)
+    settings = settings | changes
+    if "vision_config" in settings:
+        text = {key: value for key, value in settings.items() if key != "vision_config"}
+        settings = {"text_config": text, "vision_config": settings["vision_config"]}
+    config = transformers.AutoConfig.for_model(name, **settings)
     torch.manual_seed(0)
     model = class_for(type(config))(config)
     for key, param in [*model.named_parameters(), *model.named_buffers()]:

@@ -132,10 +132,14 @@ def test_the_server_has_the_tokens_of_generate(name, tmp_path):
         assert is_known == [name not in WITHOUT_PREFIXES] * 3
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("exact", [True, False])
-def test_a_model_whose_class_sees_has_the_logits_of_transformers_without_eyes(exact, tmp_path):
-    """transformers has GLM-5.3-Flash only with a vision part, which the file does not have."""
-    folder = made("glm5_next", tmp_path)
+@pytest.mark.parametrize("name", ["glm5_next", "qwen3_vl_moe"])
+def test_a_model_whose_class_sees_has_the_logits_of_transformers_without_eyes(
+    name, exact, tmp_path
+):
+    """transformers has them only with a vision part, which the file does not have."""
+    folder = made(name, tmp_path)
     stock = stock_model(folder)
     with torch.no_grad(), opened(folder / "f32.gguf", config_from=str(folder), exact=exact) as moe:
         for length in (3, 70, 700):

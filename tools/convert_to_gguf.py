@@ -48,7 +48,7 @@ ARCHITECTURES = {
     "cohere2_moe": "cohere2moe", "deepseek_v32": "deepseek32", "hy_v3": "hy_v3",
     "laguna": "laguna", "mellum": "mellum", "mimo_v2_flash": "mimo2",
     "qwen4_exp_text": "qwen4exp", "deepseek_v4": "deepseek4",
-    "minimax_m3_vl_text": "minimax-m3", "glm5_next": "glm5-next",
+    "minimax_m3_vl_text": "minimax-m3", "glm5_next": "glm5-next", "qwen3_vl_moe": "qwen3vlmoe",
 }  # fmt: skip
 # Of what the gguf package does not know: one that it knows, with the same names.
 NAMED_AS = {
@@ -59,15 +59,14 @@ NAMED_AS = {
 EXPERT = re.compile(
     r"(?:model|backbone|model\.language_model)\.layers\.(\d+)\..*experts\.(\d+)\.(\w+)\.weight"
 )
-LEAVES = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down"} | {
-    "w1": "gate", "w3": "up", "w2": "down",
-}  # fmt: skip
+LEAVES = dict(gate_proj="gate", up_proj="up", down_proj="down", w1="gate", w3="up", w2="down")
 REORDERED = ("llama", "granitemoe")  # rows of q and k
 # Whose weights gguf_changes.py knows.
 CHANGED = (
     "afmoe", "deepseek4", "gemma4", "glm5-next", "granitehybrid", "jamba", "kimi-linear", "laguna",
-    "lfm2moe", "minimax-m3", "nemotron_h_moe", "qwen3next", "qwen35moe", "qwen4exp",
+    "lfm2moe", "minimax-m3", "nemotron_h_moe", "qwen3next", "qwen35moe", "qwen3vlmoe", "qwen4exp",
 )  # fmt: skip
+ROWS_FIRST = ("minimax-m3", "qwen3vlmoe")  # of experts, as transformers saves them
 # Of whole numbers, by the end of their names: they are metadata of the file.
 CONSTANTS = ("layer_multipliers", "ngram_heads_offsets", "ngram_heads_vocab_sizes")
 PLAIN = {Type.F32: np.float32, Type.F16: np.float16, Type.I32: np.int32}
@@ -132,7 +131,7 @@ class Converter:
         leaf = next((leaf for end, leaf in names.items() if name.endswith(end)), None)
         if self.architecture in CHANGED and leaf is not None:
             yield Target(f"{block}.{leaf}".lstrip("."), [name], self._changed(name))
-        elif self.architecture == "minimax-m3" and "gate_up_proj" in name:
+        elif self.architecture in ROWS_FIRST and "gate_up_proj" in name:
             module = name.partition(".gate_up_proj")[0].rpartition(".")[2]
             end = {"shared_experts": "_shexp", "experts": "_exps", "mlp": ""}[module]
             for place, leaf in enumerate(("gate", "up")):

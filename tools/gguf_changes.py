@@ -34,6 +34,7 @@ NAMES = {
     )
 }  # fmt: skip
 
+WITH_SHIFT = ("minimax-m3", "qwen35moe", "qwen3next", "qwen4exp")  # of their norms
 # Where a checkpoint has names of its own, which another architecture has for something else.
 NAMES_OF = {
     "minimax-m3": {
@@ -58,6 +59,7 @@ NAMES_OF = {
         f".hc_{place}_{leaf}": f"hc_{place}_{leaf}.weight"
         for place in ("attn", "ffn") for leaf in ("fn", "base", "scale")
     },
+    "qwen3vlmoe": {"mlp.experts.down_proj": "ffn_down_exps.weight"},
     "deepseek4": {
         ".attn.attn_sink": "attn_sinks.weight", ".attn.norm.weight": "attn_kv_a_norm.weight",
         ".attn.q_norm.weight": "attn_q_a_norm.weight", ".attn.wkv.weight": "attn_kv.weight",
@@ -104,9 +106,7 @@ def changed(
         weight = mamba(name, weight, config)
     if name.endswith(".A_log"):
         return -weight.float().exp()
-    has_shift = architecture.startswith(("qwen", "minimax")) and not name.endswith(
-        "linear_attn.norm.weight"
-    )
+    has_shift = architecture in WITH_SHIFT and not name.endswith("linear_attn.norm.weight")
     if has_shift and ("norm.weight" in name or ".ple.norm_" in name):
         return weight + 1
     return weight.squeeze(1) if "conv" in name and weight.ndim == 3 else weight

@@ -311,6 +311,13 @@ def _gemma4(config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _qwen3_vl(config: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "n_deepstack_layers": len(config["vision_config"]["deepstack_visual_indexes"]),
+        "rope.dimension_sections": [*config["rope_parameters"]["mrope_section"], 0],
+    }
+
+
 OF_MODELS = {
     "afmoe": _afmoe,
     "deepseek_v4": _deepseek4,
@@ -337,5 +344,6 @@ OF_MODELS = {
     "nemotron_h": _nemotron,
     "qwen3_5_moe_text": _delta_net,
     "qwen3_next": _delta_net,
+    "qwen3_vl_moe": _qwen3_vl,
     "qwen4_exp_text": _qwen4,
 }

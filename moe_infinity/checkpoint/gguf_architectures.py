@@ -289,6 +289,7 @@ ONLY_NAMES = (
     "afmoe", "cohere2moe", "deepseek2", "deepseek32", "dots1", "ernie4_5-moe",
     "exaone-moe", "glm-dsa", "glm4moe", "glm5-next", "hunyuan-moe", "hy_v3", "jamba",
     "kimi-linear", "laguna", "llama4", "mellum", "mimo2", "minimax-m2", "phimoe",
+    "qwen3vlmoe",
 )  # fmt: skip
 KNOWN = dict.fromkeys(ONLY_NAMES, Architecture()) | {
     "deepseek4": Architecture(
