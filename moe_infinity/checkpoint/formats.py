@@ -32,7 +32,8 @@ INDICES = frozenset({"I32", "I64"})
 INT8 = frozenset({"I8"})
 MODELOPT_ALGORITHMS = (
     "FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "FP8_PB_REAL", "MXFP8", "NVFP4",
-    "W4A16_NVFP4", "NVFP4_AWQ", "MXFP4", "W4A8_MXFP4_FP8", "MIXED_PRECISION",
+    "W4A16_NVFP4", "NVFP4_AWQ", "MXFP4", "W4A8_MXFP4_FP8", "W4A8_NVFP4_FP8",
+    "MIXED_PRECISION",
 )  # fmt: skip
 
 Config = Mapping[str, Any]
@@ -42,13 +43,12 @@ def find_format(quantization_config: Config) -> Format:
     """The format of a checkpoint whose config.json has this quantization_config. Raises
     UnsupportedModelError.
     """
-    method = quantization_config.get("quant_method")
-    if str(method).startswith("modelopt") or (
-        method is None and _has_algorithm(quantization_config)
-    ):
+    method = str(quantization_config.get("quant_method") or "").lower().replace("_", "-")
+    if method.startswith("modelopt") or (not method and _has_algorithm(quantization_config)):
         method = "modelopt"
-    if not isinstance(method, str) or method not in FORMATS:
-        raise _unsupported(f"a checkpoint quantized with {method or 'an unnamed method'}")
+    if method not in FORMATS:
+        named = quantization_config.get("quant_method") or "an unnamed method"
+        raise _unsupported(f"a checkpoint quantized with {named}")
     try:
         weights = FORMATS[method].find(quantization_config)
     except (TypeError, ValueError, KeyError, AttributeError) as error:
@@ -76,7 +76,7 @@ def _find_fp8(config: Config) -> tuple[WeightFormat, ...]:
     multiply by. DeepSeek-V4's experts have 4 bits, and its scales are called scale, Mistral's
     qscale_weight.
     """
-    _require("fp8", config, "fmt", "e4m3", "float8_e4m3fn", default="e4m3")
+    _require("fp8", config, "fmt", "e4m3", "E4M3", "float8_e4m3", "float8_e4m3fn", default="e4m3")
     block = config.get("weight_block_size")
     blocks = [] if block is None else [_block(block), (1, 32)]
     return (
@@ -87,8 +87,8 @@ def _find_fp8(config: Config) -> tuple[WeightFormat, ...]:
     )
 
 
-def _block(sizes: Sequence[int]) -> Block:
-    rows, columns = sizes
+def _block(sizes: Sequence[int] | str) -> Block:
+    rows, columns = map(int, sizes.split("x")) if isinstance(sizes, str) else sizes
     if not (type(rows) is type(columns) is int and rows > 0 and columns > 0):
         raise ValueError(f"block of {sizes}")
     return rows, columns
@@ -127,9 +127,8 @@ def _find_modelopt(config: Config) -> tuple[WeightFormat, ...]:
 def _find_compressed_tensors(config: Config) -> tuple[WeightFormat, ...]:
     """Any mix of the formats; which weight has which is told by its tensors."""
     blocks = []
-    for group in config["config_groups"].values():
-        weights = group.get("weights")
-        if weights is None:
+    for group in (config.get("config_groups") or {}).values():
+        if (weights := group.get("weights")) is None:
             continue
         _check_compressed_weights(weights, group.get("format") or config.get("format"))
         if (block := weights.get("block_structure")) is not None:
