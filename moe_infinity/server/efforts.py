@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import AliasChoices, Field
+from pydantic import AliasChoices, Field, model_validator
 
 from moe_infinity.server.fields import Body
 from moe_infinity.server.limits import STOP_CHARACTERS
@@ -44,6 +44,15 @@ class Thinking(Body):
     type: Literal["enabled", "disabled", "adaptive", "auto", "between_tools"]
     budget_tokens: BudgetTokens | None = None
     display: Any = None  # without effect: reasoning is always shown
+
+    @model_validator(mode="before")
+    @classmethod
+    def with_type(cls, given: Any) -> Any:
+        """Return the choice with a type where it is true or false, or has only a budget."""
+        if isinstance(given, bool):
+            return {"type": "enabled" if given else "disabled"}
+        is_budget = isinstance(given, dict) and given.get("budget_tokens") is not None
+        return {"type": "enabled"} | given if is_budget else given
 
     def effort(self) -> str | None:
         return {"enabled": "medium", "disabled": "none"}.get(self.type)

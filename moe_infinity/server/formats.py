@@ -170,7 +170,8 @@ FAMILIES: tuple[Family, ...] = (
                 r"<invoke name=\"(?P<name>[^\">\n]+)\">",
                 "close": "</invoke>",
                 **in_tags(
-                    r"<parameter name=\"(?P<key>[^\">\n]+)\">\n?(?P<value>.*?)\n?</parameter>"
+                    r"<parameter name=\"(?P<key>[^\">\n]+)\">"
+                    r"(?P<line>\n)?(?P<value>.*?)(?(line)\n?)</parameter>"
                 ),
             },
             close_pattern=r"\s*</minimax:tool_call>",

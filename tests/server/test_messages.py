@@ -183,6 +183,18 @@ def test_a_call_that_is_not_complete_is_neither_text_nor_a_call(name, is_cut):
         assert got[2] == calls[: len(got[2])]
 
 
+@pytest.mark.parametrize(
+    ("written", "value"),
+    [("Rome", "Rome"), ("Rome\n", "Rome\n"), ("\nRome\n", "Rome"), ("\nRome\n\n", "Rome\n")],
+)
+def test_a_value_of_minimax_keeps_its_last_line_end_unless_it_has_lines_of_its_own(written, value):
+    reader = reader_of("minimax_m2", "]~b]ai\n")
+    parameter = f'<parameter name="city">{written}</parameter>'
+    call = f'<invoke name="weather">\n{parameter}\n</invoke>'
+    reader.add(f"<minimax:tool_call>\n{call}\n</minimax:tool_call>", is_last=True)
+    assert shown(reader.message) == ("", "", [("weather", {"city": value})])
+
+
 def test_calls_may_be_limited_to_one():
     prompt, text, expected = CASES["qwen3_moe"]
     reader = reader_of("qwen3_moe", prompt, max_calls=1)

@@ -1,0 +1,44 @@
+"""What quantization_config says in other words than usual."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from moe_infinity.checkpoint.formats import find_format
+
+
+def in_blocks(block: Any) -> dict[str, Any]:
+    weights = {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": block}
+    group = {"weights": weights, "format": "float-quantized"}
+    return {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}}
+
+
+@pytest.mark.parametrize(
+    ("config", "usual"),
+    [
+        ({"quant_method": "FP8", "fmt": "E4M3"}, {"quant_method": "fp8"}),
+        ({"quant_method": "fp8", "fmt": "float8_e4m3"}, {"quant_method": "fp8"}),
+        (
+            {"quant_method": "modelopt_fp4", "quant_algo": "W4A8_NVFP4_FP8"},
+            {"quant_method": "modelopt", "quant_algo": "NVFP4"},
+        ),
+        (
+            {"quant_method": "compressed_tensors", "kv_cache_scheme": {"num_bits": 8}},
+            {"quant_method": "compressed-tensors", "config_groups": {}},
+        ),
+        (
+            {"quant_method": "compressed-tensors", "config_groups": None},
+            {"quant_method": "compressed-tensors", "config_groups": {}},
+        ),
+        (in_blocks("128x128"), in_blocks([128, 128])),
+    ],
+)
+def test_other_ways_to_say_the_same_are_taken(config, usual):
+    shapes: Any = {"values": (256, 384), "scale": (2, 3)}
+    found, expected = find_format(config).weights, find_format(usual).weights
+    assert [each.name for each in found] == [each.name for each in expected]
+    for each, other in zip(found, expected, strict=True):
+        if each.kind == "fp8":
+            assert each.measure(shapes) == other.measure(shapes)
