@@ -34,9 +34,10 @@ from moe_infinity.experts import COMPUTE_DTYPES
 from moe_infinity.printable import printable
 
 CHECKED_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json")
-# Where older versions of these tools say how weights are packed, and nothing in config.json.
+# Where older versions of tools say how weights are packed, and nothing in config.json; their method
+# if the file names none.
 OF_TOOLS = {
-    "hf_quant_config.json": "modelopt", "quantize_config.json": "gptq", "quant_config.json": "awq",
+    "hf_quant_config.json": None, "quantize_config.json": "gptq", "quant_config.json": "awq",
 }  # fmt: skip
 TOKENIZER_FILES = ("*token*", "tekken.json", "vocab.*")
 
@@ -203,13 +204,13 @@ def _packing_of(checkpoint: str, config: Any) -> Format | None:
     found: dict[str, Any] = {}
     for part in (config, config.get_text_config()):
         for key in PACKING:
-            if getattr(part, key, None) is not None:
-                found = found or dict(getattr(part, key))
+            if (said := getattr(part, key, None)) is not None:
+                found = found or {k: v for k, v in dict(said).items() if v is not None}
                 delattr(part, key)
     for name, method in OF_TOOLS.items():
-        if not any(found.values()) and (file := _file_of(checkpoint, name)) is not None:
+        if not found and (file := _file_of(checkpoint, name)) is not None:
             found = {"quant_method": method} | read_object(file)
-    if not any(found.values()):
+    if not found:
         return None
     try:
         return find_format(found)
