@@ -162,9 +162,7 @@ class Adapter:
         """Return what an expert computes between two products; None if it has another form."""
         if vars(module).get("has_post_expert_norm"):
             return None
-        hidden: Callable[[Tensor], Tensor]
-        hidden = module._apply_gate if module.has_gate else module.act_fn
-        return hidden
+        return module._apply_gate if module.has_gate else module.act_fn  # type: ignore[no-any-return]
 
     def orientation(self, module: Any) -> bool | None:
         """Return ExpertsModule.is_transposed."""

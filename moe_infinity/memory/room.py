@@ -201,10 +201,9 @@ class Room:
         left = self.left() - kept
         best = 0
         least_read = math.inf
-        for num_passes in range(1, math.ceil(num_new / LEAST_TOKENS) + 1):
+        fewest = math.ceil(num_new / max(most, LEAST_TOKENS))
+        for num_passes in range(fewest, math.ceil(num_new / LEAST_TOKENS) + 1):
             num_tokens = math.ceil(num_new / num_passes)
-            if num_tokens > max(most, LEAST_TOKENS):
-                continue
             short = self.needs.of_pass(num_tokens, context) - left
             num_given = max(math.ceil(short / self._tier.slots.slot_bytes), 0)
             num_read = num_passes * (num_absent + num_given) + num_given
