@@ -76,6 +76,11 @@ def test_a_part_that_is_called_otherwise_is_refused(small, tmp_path):
         MoE(file)
 
 
+def test_a_file_may_be_called_in_capitals(small, tmp_path):
+    file = Path(shutil.copy(small, tmp_path / "MODEL.GGUF"))
+    assert torch.equal(logits_of(file), logits_of(small))
+
+
 # ids
 
 
