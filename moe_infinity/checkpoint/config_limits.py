@@ -51,16 +51,14 @@ class NumberRange(NamedTuple):
         return not self.is_whole or isinstance(value, int) or value.is_integer()
 
 
-class Activations(NamedTuple):
-    """Names of a table of transformers'."""
-
-    names: frozenset[str]
+class ActivationName:
+    """The name of a function."""
 
     def __str__(self) -> str:
         return "an activation that transformers knows"
 
     def has(self, value: Any) -> bool:
-        return isinstance(value, str) and value in self.names
+        return isinstance(value, str) and value in ACT2FN
 
 
 class Flag:
@@ -82,7 +80,7 @@ class AnyNumber(NumberRange):
         return not is_finite or super().has(value)
 
 
-Limit = NumberRange | Activations | Flag
+Limit = NumberRange | ActivationName | Flag
 
 
 class Rule(NamedTuple):
@@ -108,7 +106,6 @@ EXPERTS = re.compile(r"(moe_)?(num|n)_(local_|routed_)?experts")
 SIZE = NumberRange(0, 1 << 27)
 TOKEN = NumberRange(-10_000, 1 << 27)
 SHARE = NumberRange(0, 1, is_whole=False)
-ACTIVATION = Activations(frozenset(ACT2FN))
 FACTOR = NumberRange(-1e9, 1e9, is_whole=False)
 # The first rule whose pattern the whole key matches decides.
 MODEL = (
@@ -127,7 +124,7 @@ MODEL = (
     Rule(re.compile(r"(\w+_)?eps(ilon)?"), SHARE),
     Rule(re.compile(r"dropout|(attention|attn|hidden|resid|embd)_(dropout|pdrop)"), SHARE),
     Rule(re.compile(r"(\w+_)?factor|initializer_range"), FACTOR),
-    Rule(re.compile(r"hidden_act|hidden_activation|activation_function"), ACTIVATION),
+    Rule(re.compile(r"hidden_act|hidden_activation|activation_function"), ActivationName()),
     Rule(re.compile(r"use_cache|tie_word_embeddings|norm_topk_prob|is_encoder_decoder"), Flag()),
 )
 GENERATION = (

@@ -177,8 +177,9 @@ def _settled(settings: transformers.GenerationConfig) -> transformers.Generation
     nothing, and a top_k below 1 is none.
     """
     vars(settings).update({name: None for name, value in vars(settings).items() if value == []})
-    settings.do_sample = settings.do_sample and settings.temperature != 0
-    settings.top_k = settings.top_k and max(int(settings.top_k), 0)
+    if hasattr(settings, "do_sample"):  # else they are for a generate() of the model's own
+        settings.do_sample = settings.do_sample and settings.temperature != 0
+        settings.top_k = settings.top_k and max(int(settings.top_k), 0)
     return settings
 
 

@@ -186,10 +186,10 @@ def test_a_refused_body_does_not_wait_for_the_garbage_collector(moe):
 
     read: list[weakref.ref[Any]] = []
 
-    def noted(data: bytes, kind: Any) -> Any:
+    def noted(*given: Any) -> Any:
         kept = {"a local of a frame of the error"}
         read.append(weakref.ref(kept))
-        return read_json(data, kind)
+        return read_json(*given)
 
     body: dict[str, Any] = {"prompt": [{}] * 20_000}
     with pytest.MonkeyPatch.context() as patch, serving(moe) as server:
