@@ -34,8 +34,8 @@ IN_FRONT = re.compile("/.*(?=/v1(/|$))")
 
 class Paths:
     """An ASGI application that gets the paths that clients mean: without slashes too many, with /v1
-    where it was left out, and without what a client's own service has in front of it. A deployment
-    of Azure's API becomes `state.deployment`.
+    where it was left out, and without what stands in front of it, such as another /v1 or a name of
+    the client's service. A deployment of Azure's API becomes `state.deployment`.
     """
 
     def __init__(self, app: ASGIApp, routers: Sequence[APIRouter]) -> None:

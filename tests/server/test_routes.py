@@ -95,6 +95,14 @@ def test_the_client_of_azure_is_served(moe):
             other.models.list()
 
 
+@pytest.mark.parametrize("start", ["/health", "/openai", "/openai/deployments/health", "/page"])
+def test_what_stands_in_front_of_a_path_opens_no_route(moe, start):
+    with serving(moe, api_key=["key"]) as server:
+        for given, status in (({}, 401), ({"api-key": "another"}, 401), ({"api-key": "key"}, 200)):
+            url = f"{server.url}{start}/v1/models"
+            assert httpx.get(url, headers=given).status_code == status
+
+
 def test_a_deployment_is_the_model_whatever_the_body_names(server):
     body = CHAT | {"model": "gpt-4o"}
     for name, status in (("tiny", 200), ("gpt-4o", 404)):
