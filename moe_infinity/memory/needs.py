@@ -20,8 +20,8 @@ FLOAT32_BYTES = 4
 # use. Measured with the widths of Qwen3-30B-A3B, 4,000 tokens: 456 KiB a token, 267 of them for
 # experts in bfloat16, where it says 354 and 264; 227 in Q4_K_M.
 SAFETY = 1.25
-# Memory is left from the start for a first pass of so many tokens, and for the keys and values of
-# so many. A step that needs more gets it from slots.
+# From the start memory is left for a pass of USUAL_TOKENS that nothing came before, and for the
+# keys and values of USUAL_CONTEXT tokens. A step that needs more gets it from slots.
 USUAL_TOKENS = 512
 USUAL_CONTEXT = 4096
 
@@ -146,7 +146,9 @@ class StepBytes:
         return of_earlier + self.of_decode_step(num_tokens, context)
 
     def of_decode_step(self, num_tokens: int, context: int) -> int:
-        """The same where each is the next of an answer: our kernel attends, and repeats nothing."""
+        """The same for tokens that are each the next of an answer. Kernels compute their attention,
+        which repeat no keys; where the module does, as with exact=True, nothing is counted for it.
+        """
         pairs = 0 if self.is_causal and num_tokens == context else num_tokens * context
         own = num_tokens * self.per_token + context * self.per_context
         return self.logits + own + pairs * self.per_pair

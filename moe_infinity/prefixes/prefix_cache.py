@@ -53,7 +53,7 @@ PREFIX_SHARE = 0.1  # of the memory that is not taken by the model's dense weigh
 # values, so that they take no more than these, within bounds.
 LEAST_SPACING = 256
 MOST_SPACING = 2048
-TWICE = 2  # keys and values are there so often while a cache is filled with them
+FILLING_COPIES = 2  # of keys and values, while a cache is filled: its blocks, and what they become
 LEAST_TOKENS = 256  # computing fewer again costs less than what it takes to keep them
 
 
@@ -131,7 +131,7 @@ class PrefixCache:
         of one sequence.
         """
         assert self._bytes is not None
-        self._make_room(TWICE * sum(node.num_bytes for node in nodes))
+        self._make_room(FILLING_COPIES * sum(node.num_bytes for node in nodes))
         blocks = [Block(len(node.tokens), node.data) for node in nodes if node.data is not None]
         state = nodes[-1].state
         self._bytes.fill(cache, blocks, None if state is None else state.data, device)

@@ -181,7 +181,7 @@ class Passes:
         start = sequence.num_prefilled
         end = start + inputs["input_ids"].shape[1]
         if request.has_prompt_logprobs and not sequence.has_answer:
-            if (needs := self._room.needs) is not None:
+            if (needs := self._room.needs) is not None:  # a pass makes room for one row of logits
                 num_tokens = end - start
                 self._room.keep_free(needs.of_pass(num_tokens, end) + num_tokens * needs.logits)
             logits_TV = self._logits(step, inputs, num_kept=0)[0]
