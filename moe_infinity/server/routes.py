@@ -28,7 +28,8 @@ from moe_infinity.server.sampling import ConstraintFailed
 
 logger = logging.getLogger(__name__)
 MOST_LOGGED = 300  # characters of a refusal
-AZURE = re.compile("/openai(/deployments/(?P<model>[^/]+))?(?=/)")  # how paths of Azure's API begin
+# How paths of Azure's API begin.
+AZURE = re.compile("/+openai(/+deployments/+(?P<model>[^/]+))?(?=/)")
 IN_FRONT = re.compile("/.*(?=/v1(/|$))")
 
 
