@@ -4,6 +4,7 @@ exact=True does not use them, since their bits are not those of transformers.
     layers          decoder_layers.py, those that decoder_search.py finds
     linear layers   kernels/cpu/linear.py, those that are given the same tensor together
     attention       kernels/cpu/attention.py, in layers that were not found
+    convolutions    kernels/cpu/convolution.py, those of linear attention and Mamba
     threads         kernels have them all, torch has one; see kernels/cpu/team.py
 
 Longer inputs are computed by torch, whose attention gets keys and values once, not once for each
@@ -47,6 +48,7 @@ from moe_infinity.architectures.module_state import is_watched, replace_forward,
 from moe_infinity.architectures.trial import FellBack, Found, Verdict, path_taken
 from moe_infinity.architectures.without_experts import uncompiled
 from moe_infinity.kernels.cpu.attention import attend_grouped
+from moe_infinity.kernels.cpu.convolution import DepthwiseConvolutions, has_convolution
 from moe_infinity.kernels.cpu.decoder_steps import DecoderSteps
 from moe_infinity.kernels.cpu.linear import fused_linear
 from moe_infinity.kernels.cpu.team import give_torch_all, leave_torch_one
@@ -70,6 +72,9 @@ class SmallBatchSteps:
                 if is_linear(child):
                     vars(child)["forward"] = partial(siblings.forward, child)
             vars(module)[MARK] = True
+            if has_convolution(module):
+                convolutions = DepthwiseConvolutions().around(stock_forward(module))
+                replace_forward(module, uncompiled(convolutions))
         _wrap_sdpa()
         self._layers.connect()
         stock = stock_forward(model)
