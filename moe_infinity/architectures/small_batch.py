@@ -4,6 +4,7 @@ exact=True does not use them, since their bits are not those of transformers.
     layers          decoder_layers.py, those that decoder_search.py finds
     linear layers   kernels/cpu/linear.py, those that are given the same tensor together
     attention       kernels/cpu/attention.py, in layers that were not found
+    linear attention      linear_attention.py, where a kernel knows it
     convolutions    kernels/cpu/convolution.py, those of linear attention and Mamba
     threads         kernels have them all, torch has one; see kernels/cpu/team.py
 
@@ -35,6 +36,7 @@ from moe_infinity.architectures.decoder_search import (
     unusual_part,
 )
 from moe_infinity.architectures.early_router import EarlyRouter
+from moe_infinity.architectures.linear_attention import LinearAttentions
 from moe_infinity.architectures.model_parts import (
     Linear,
     PackedLinear,
@@ -76,6 +78,7 @@ class SmallBatchSteps:
                 convolutions = DepthwiseConvolutions().around(stock_forward(module))
                 replace_forward(module, uncompiled(convolutions))
         _wrap_sdpa()
+        self._linear_attentions = LinearAttentions(model)
         self._layers.connect()
         stock = stock_forward(model)
 
@@ -94,7 +97,8 @@ class SmallBatchSteps:
 
     def paths(self) -> Iterator[PathTaken]:
         """Yield which path each layer, router and block of experts takes, as of now."""
-        return self._layers.paths()
+        yield from self._layers.paths()
+        yield from self._linear_attentions.paths()
 
     def close(self) -> None:
         """Give the model its own forward method back."""
