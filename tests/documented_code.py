@@ -20,7 +20,7 @@ PAGES = [
 ]
 BLOCK = re.compile(r"^```(?P<language>\S*)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
 SERVER = "127.0.0.1:8000"
-MODEL = re.compile(r"(?:Qwen|openai|deepseek-ai)/[\w.-]+|MODEL|models/demo")
+MODEL = re.compile(r"(?:Qwen|openai|deepseek-ai|zai-org)/[\w.-]+|MODEL|models/demo")
 NAMED = re.compile(r"\bQwen3-30B-A3B\b")  # a model as a server calls it
 SIZE = re.compile(r"\d+(?:\.\d+)?[GM]i?B")
 

@@ -21,7 +21,7 @@ import transformers
 from gguf import GGUFValueType as T
 
 from moe_infinity import MoE
-from moe_infinity.architectures.model_parts import PackedLinear
+from moe_infinity.architectures.model_parts import PackedLinear, ReorderedLinear
 from tests.closeness import distance, logits_of_steps
 from tests.conftest import save_tokenizer
 from tests.gguf_files import MODELS, WIDE, build, rewrite, stock_model, widen
@@ -178,22 +178,26 @@ def logits_of_llama_cpp(file: Path, ids: torch.Tensor, scratch: Path) -> np.ndar
     return found
 
 
-def test_rows_that_the_converter_moved_stay_packed(tmp_path):
-    """Of the linear layers of linear attention, all but the one whose columns were moved."""
-    folder = build("qwen3_5_moe_text", tmp_path / "model", **WIDE)
-    convert(folder, tmp_path / "q8_0.gguf", "q8_0")
-    wide = widen(tmp_path / "q8_0.gguf", tmp_path / "wide.gguf")
+@pytest.mark.parametrize("kind", ["q8_0", "q4_k_m"])
+def test_weights_whose_rows_or_columns_the_converter_moved_stay_packed(kind, tmp_path):
+    """Blocks of Q4_K have columns of several heads: the input of that linear layer is moved."""
+    heads = {"linear_num_value_heads": 8, "linear_num_key_heads": 2, "linear_value_head_dim": 64}
+    folder = build("qwen3_5_moe_text", tmp_path / "model", **WIDE, **heads)
+    convert(folder, tmp_path / "packed.gguf", kind)
+    wide = widen(tmp_path / "packed.gguf", tmp_path / "wide.gguf")
     ids = ids_of(20)
-    with torch.no_grad(), opened(tmp_path / "q8_0.gguf") as moe, opened(wide) as other:
+    x = torch.randn(3, 512)
+    with torch.no_grad(), opened(tmp_path / "packed.gguf") as moe, opened(wide) as other:
         layer = moe.model.model.layers[0].linear_attn
-        is_packed = {name: type(m) is PackedLinear for name, m in layer.named_children()}
+        stock = other.model.model.layers[0].linear_attn
+        kinds = {name: type(m) for name, m in layer.named_children()}
         assert distance(moe.model(ids).logits, other.model(ids).logits) < TOLERANCES[False]
-        for name in ("in_proj_qkv", "in_proj_z", "in_proj_a"):
-            weight = other.model.model.layers[0].linear_attn.get_submodule(name).weight
-            assert torch.equal(layer.get_submodule(name).weight, weight)
-    assert is_packed["in_proj_qkv"]
-    assert is_packed["in_proj_z"]
-    assert not is_packed["out_proj"]
+        for name in ("in_proj_qkv", "in_proj_z", "out_proj"):
+            assert torch.equal(layer.get_submodule(name).weight, stock.get_submodule(name).weight)
+        assert distance(layer.out_proj(x), stock.out_proj(x)) < TOLERANCES[False]
+    assert kinds["in_proj_qkv"] is PackedLinear
+    assert kinds["in_proj_z"] is PackedLinear
+    assert kinds["out_proj"] is ReorderedLinear
 
 
 def test_layers_that_predict_further_ahead_are_left_out(tmp_path, caplog):

@@ -49,6 +49,34 @@ class PackedLinear(nn.Module):
         return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
 
 
+class ReorderedLinear(nn.Module):
+    """A linear layer whose packed weight has its columns in another order. A block of packed
+    numbers has columns of several heads, so the input is brought into that order.
+    """
+
+    def __init__(self, linear: PackedLinear, columns: Tensor) -> None:
+        """`columns` [C] says which of the packed weight's columns belongs to each input."""
+        super().__init__()
+        self.in_features = linear.in_features
+        self.out_features = linear.out_features
+        self.linear = linear
+        self._columns = columns
+        self._inputs = columns.argsort()  # which input belongs to each packed column
+
+    @property
+    def weight(self) -> Tensor:
+        """[R, C]"""
+        return self.linear.weight[:, self._columns]
+
+    @property
+    def bias(self) -> Tensor | None:
+        return self.linear.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.linear(x[..., self._inputs])
+        return out
+
+
 Linear = nn.Linear | PackedLinear
 PLAIN_TENSORS = {nn.Parameter, Tensor, type(None)}
 

@@ -9,10 +9,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
-from moe_infinity.architectures.model_parts import PackedLinear
+from moe_infinity.architectures.model_parts import PackedLinear, ReorderedLinear
+from moe_infinity.checkpoint.gguf_undo import Undo
 from moe_infinity.checkpoint.headers import StoredTensor
 from moe_infinity.checkpoint.layer_recipes import LayerRecipes
 from moe_infinity.checkpoint.packed_recipes import PackedRecipe
@@ -36,6 +38,7 @@ class PackedDense:
     layout: WeightLayout
     parts: tuple[tuple[StoredTensor, int], ...]  # and where each begins in memory
     num_bytes: int
+    moved: Undo | None  # what undoes a change of the order of columns
 
     def put_into(self, model: nn.Module, reader: Reader) -> None:
         """Read the weight, and replace the linear layer by one that multiplies with it."""
@@ -47,7 +50,11 @@ class PackedDense:
                 part[:] = tensor.undo(part.view(tensor.shape)).flatten()
         owner, _, name = self.linear.rpartition(".")
         linear: Any = model.get_submodule(self.linear)
-        packed = PackedLinear(linear, PackedWeight(self.layout, memory), linear.weight.dtype)
+        packed: Any = PackedLinear(linear, PackedWeight(self.layout, memory), linear.weight.dtype)
+        if self.moved is not None:
+            columns = torch.arange(linear.in_features, device="cpu")[None]
+            config = model.config.get_text_config()  # type: ignore[operator, union-attr]
+            packed = ReorderedLinear(packed, self.moved.undone([columns], config)[0])
         setattr(model.get_submodule(owner), name, packed)
 
 
@@ -58,10 +65,10 @@ def find_packed_dense(
     them, as `reads` says.
     """
     packed = []
-    for name, module, weight in modules_as_stored(model, plan, rules):
+    for name, module, weight, moved in modules_as_stored(model, plan, rules):
         if type(module) is not nn.Linear or not isinstance(weight, PackedTensor):
             continue
-        dense = None if weight.format.is_transposed else _packed_dense(name, weight)
+        dense = None if weight.format.is_transposed else _packed_dense(name, weight, moved)
         if dense is not None and reads(dense.layout):
             packed.append(dense)
     return packed
@@ -69,9 +76,10 @@ def find_packed_dense(
 
 def modules_as_stored(
     model: Any, plan: Plan, rules: list[Any]
-) -> Iterator[tuple[str, nn.Module, StoredTensor | PackedTensor]]:
+) -> Iterator[tuple[str, nn.Module, StoredTensor | PackedTensor, Undo | None]]:
     """Yield the linear layers and embeddings, of a model on the meta device, whose weight is no
-    other module's, and which the checkpoint has as it is, under its own name.
+    other module's, and which the checkpoint has as it is, under its own name. At most its columns
+    have another order, which the last undoes.
     """
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
@@ -85,11 +93,21 @@ def modules_as_stored(
             continue
         if weight.shape != module.weight.shape:
             continue
-        if rename_source_key(param, renamings, converters, prefix, meta) == (param, None):
-            yield name, module, weight
+        renamed, pattern = rename_source_key(param, renamings, converters, prefix, meta)
+        moved = None if pattern is None else _moved_columns(pattern, converters)
+        if renamed == param and (pattern is None or moved is not None):
+            yield name, module, weight, moved
 
 
-def _packed_dense(linear: str, weight: PackedTensor) -> PackedDense:
+def _moved_columns(pattern: str, converters: list[WeightConverter]) -> Undo | None:
+    """Return the only operation of the rule with this pattern if it moves columns."""
+    (rule,) = (rule for rule in converters if pattern in rule.source_patterns)
+    operation = rule.operations[0]
+    is_alone = len(rule.operations) == 1 and isinstance(operation, Undo)
+    return operation if is_alone and operation.dim == 1 else None
+
+
+def _packed_dense(linear: str, weight: PackedTensor, moved: Undo | None) -> PackedDense:
     shapes = {role: (tensor.shape, tensor.dtype) for role, tensor in weight.parts}
     layout = ExpertLayout.of(shapes)
     specs = {spec.name: spec for spec in layout.params}
@@ -98,6 +116,7 @@ def _packed_dense(linear: str, weight: PackedTensor) -> PackedDense:
         weight.format.layout_of(specs, is_transposed=False),
         tuple((tensor, specs[role].offset) for role, tensor in weight.parts),
         layout.slot_bytes,
+        moved,
     )
 
 

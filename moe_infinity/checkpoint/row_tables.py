@@ -131,11 +131,11 @@ def find_lookups(model: Any, plan: Plan, rules: list[Any], *, least_bytes: int) 
     and plain ones of `least_bytes` are worth it.
     """
     found = []
-    for name, module, weight in modules_as_stored(model, plan, rules):
+    for name, module, weight, moved in modules_as_stored(model, plan, rules):
         least = LEAST_PACKED_BYTES if isinstance(weight, PackedTensor) else least_bytes
         if not isinstance(module, nn.Embedding) or module.weight.nbytes < least:
             continue
-        if _has_rows(weight) and StoredEmbedding.can_take_over(module):
+        if moved is None and _has_rows(weight) and StoredEmbedding.can_take_over(module):
             found.append(Lookup(name, weight, module.weight.dtype))
     return found
 

@@ -92,6 +92,14 @@ def test_tokens_are_those_of_the_modules_own_code(folder, moe, steps, lengths):
     assert path.count == len(attentions_of(moe))
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_goes_through_the_kernel(folder, steps, dtype):
+    with MoE(folder, dtype=dtype) as moe:
+        found = logits(moe)
+        assert len(steps) == (NUM_NEW - 1) * len(attentions_of(moe))
+    assert found.isfinite().all()
+
+
 def test_beams_and_several_answers_go_through_the_kernel(folder, moe, steps):
     arguments = {"num_beams": 3, "num_return_sequences": 2, "output_logits": False}
     ids = torch.tensor([TEXT[:9]])
