@@ -95,6 +95,7 @@ def test_tokens_are_those_of_the_modules_own_code(folder, moe, steps, lengths):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision_goes_through_the_kernel(folder, steps, dtype):
     with MoE(folder, dtype=dtype) as moe:
+        del steps[:]  # one of the trial
         found = logits(moe)
         assert len(steps) == (NUM_NEW - 1) * len(attentions_of(moe))
     assert found.isfinite().all()
