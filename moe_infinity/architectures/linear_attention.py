@@ -20,6 +20,7 @@ from transformers.cache_utils import LinearAttentionLayer
 
 from moe_infinity.architectures.attention_inputs import takes_as_stock
 from moe_infinity.architectures.decoder_layers import MOST_SEQUENCES
+from moe_infinity.architectures.decoder_search import plain_attributes
 from moe_infinity.architectures.module_state import ModuleState, replace_forward, stock_forward
 from moe_infinity.architectures.trial import (
     Differs,
@@ -51,11 +52,10 @@ class LinearAttentions:
         self._connected: list[LinearAttention] = []
         self._verdicts: dict[nn.Module, Verdict[None]] = {}
         kinds: dict[Any, Verdict[None]] = {}
-        module: Any
         for module in model.modules():
             names = products_of(module)
             if names is not None:
-                key = type(module), repr(shape_of(module, names)), module.norm.variance_epsilon
+                key = tuple((type(each), plain_attributes(each)) for each in module.modules())
                 if key not in kinds:
                     kinds[key] = verdict(partial(_search, module, names))
                 self._verdicts[module] = kinds[key]
@@ -183,10 +183,18 @@ def shape_of(module: Any, names: tuple[str, ...]) -> DeltaShape:
 
 
 def _search(module: Any, names: tuple[str, ...]) -> None:
-    """Run a prompt and one more token by the module's own code, and the token by the kernel."""
-    own = Trial(module, seed=4).module
-    shape = shape_of(own, names)
-    x = Trial(nn.Identity(), seed=5).random(2, TRIED_TOKENS + 1, own.out_proj.out_features)
+    """Run a prompt and one more token by the module's own code, and the token by the kernel, with
+    random products.
+    """
+    shape = shape_of(module, names)
+    stubs: dict[str, nn.Module] = {"out_proj": nn.Identity()}
+    num_products = 0
+    for name in names:
+        stubs[name] = _Columns(num_products, getattr(module, name).out_features)
+        num_products += getattr(module, name).out_features
+    trial = Trial(module, seed=4, stubs=stubs)
+    own = trial.module
+    x = trial.random(2, TRIED_TOKENS + 1, num_products)
     cache = DynamicCache()
     layer = LinearAttentionLayer()
     cache.layers = [layer] * (own.layer_idx + 1)
@@ -201,3 +209,14 @@ def _search(module: Any, names: tuple[str, ...]) -> None:
     kept = layer.conv_states[0], layer.recurrent_states[0]
     if not all(map(is_close, (found, window, state), (wanted, *kept))):
         raise Differs("the kernel gives other numbers")
+
+
+class _Columns(nn.Module):
+    """A stub for a linear layer, which gives some columns of its input."""
+
+    def __init__(self, first: int, count: int) -> None:
+        super().__init__()
+        self._columns = slice(first, first + count)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x[..., self._columns]

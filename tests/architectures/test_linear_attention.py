@@ -170,3 +170,28 @@ def test_a_module_that_computes_otherwise_is_left_alone(moe, monkeypatch):
     verdict = found._verdicts[module]
     assert isinstance(verdict, FellBack)
     assert "other numbers" in verdict.reason
+
+
+def test_another_class_with_the_same_parts_is_left_alone():
+    module = nn.ModuleDict({"conv1d": nn.Conv1d(8, 8, 4, groups=8), "norm": nn.Identity()})
+    for name in (*linear_attention.APART, "out_proj"):
+        module[name] = nn.Linear(8, 8)
+    (verdict,) = LinearAttentions(nn.ModuleDict({"one": module}))._verdicts.values()
+    assert isinstance(verdict, FellBack)
+
+
+def test_a_trial_copies_no_linear_layer(moe, monkeypatch):
+    module = attentions_of(moe)[0]
+    copied: list[nn.Module] = []
+
+    def noted(memo: Any) -> nn.Module:
+        copied.append(module)
+        return nn.Identity()
+
+    for name in (*(products_of(module) or ()), "out_proj"):
+        monkeypatch.setattr(getattr(module, name), "__deepcopy__", noted, raising=False)
+    (verdict,) = LinearAttentions(nn.ModuleDict({"one": module}))._verdicts.values()
+    assert not isinstance(verdict, FellBack)
+    assert not copied
+    module.out_proj.__deepcopy__({})
+    assert copied
