@@ -19,7 +19,8 @@ from __future__ import annotations
 
 import math
 from array import array
-from typing import NamedTuple
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 from numba import njit, types
@@ -152,7 +153,7 @@ def delta_step(
         out=out_BN.data_ptr(),
     )
     arguments = array("q", [*call, *shape])
-    team.run(delta_heads.address, arguments.buffer_info()[0], team.num_threads())
+    team.run(_machine_code().address, arguments.buffer_info()[0], team.num_threads())
     return out_BN
 
 
@@ -247,8 +248,13 @@ def _gate(call, z, width, out):  # type: ignore[no-untyped-def]
         put_float(out, j, value * gate * _sigmoid(gate))
 
 
-@c_function(types.void(types.int64), "delta_heads")
-def delta_heads(at: int) -> None:
+@cache
+def _machine_code() -> Any:
+    """Compile it when a model needs it; most do not."""
+    return c_function(types.void(types.int64), "delta_heads")(_delta_heads)
+
+
+def _delta_heads(at: int) -> None:
     """Take heads of keys until none is left. At the address are a _Call and a DeltaShape."""
     call = _call_at(at)
     shape = _shape_at(at + 8 * _SHAPE_AT)
