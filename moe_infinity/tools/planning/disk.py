@@ -121,14 +121,15 @@ def _random_rate(regions: list[Region], seconds: float, read_bytes: int) -> floa
 
 
 class RandomReads:
-    """Reads of `read_bytes` at random places, until `seconds` have passed, by any number of threads
-    that take the chunks one by one, as those of a Reader do.
+    """Reads of `read_bytes` at random places, one at least, until `seconds` have passed, by any
+    number of threads that take the chunks one by one, as those of a Reader do.
     """
 
     def __init__(self, regions: list[Region], seconds: float, read_bytes: int) -> None:
         self.num_bytes = 0
         self._files = {region.file: OpenFile(region.file) for region in regions}
         self._end = time.monotonic() + seconds
+        self._has_begun = False
         self._lock = Lock()
         self._chunks = self._random_chunks(regions, read_bytes)
 
@@ -147,11 +148,14 @@ class RandomReads:
                 self.num_bytes += count
 
     def stop(self) -> None:
+        self._has_begun = True
         self._end = 0.0
 
     def _next(self) -> Chunk | None:
         with self._lock:
-            return next(self._chunks) if time.monotonic() < self._end else None
+            is_over = self._has_begun and time.monotonic() >= self._end
+            self._has_begun = True
+            return None if is_over else next(self._chunks)
 
     def _random_chunks(self, regions: list[Region], read_bytes: int) -> Iterator[Chunk]:
         chance = random.Random(0)

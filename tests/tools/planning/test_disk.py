@@ -62,6 +62,10 @@ def test_a_folder_without_weights_gets_a_temporary_file_that_is_gone_afterwards(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_busy_machine_whose_threads_begin_late_reads_once(weights):
+    assert measure_disk(weights, 0.0) > 0
+
+
 def test_a_folder_without_room_for_the_temporary_file_is_an_error(tmp_path, monkeypatch):
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(1 << 30, 1 << 30, 1 << 20))
