@@ -329,3 +329,12 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Any:
     from tests.gpu.recorded_graph import record_graphs
 
     return record_graphs(monkeypatch)
+
+
+@pytest.fixture
+def two_threads():
+    """torch has two threads, however many cores the machine has."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)

@@ -24,6 +24,7 @@ from moe_infinity.architectures.decoder_search import plain_attributes
 from moe_infinity.architectures.module_state import ModuleState, replace_forward, stock_forward
 from moe_infinity.architectures.trial import (
     Differs,
+    FellBack,
     Found,
     Trial,
     Verdict,
@@ -32,14 +33,14 @@ from moe_infinity.architectures.trial import (
     verdict,
 )
 from moe_infinity.architectures.without_experts import uncompiled
-from moe_infinity.kernels.cpu.delta_rule import KINDS, DeltaShape, DeltaWeights, delta_step
+from moe_infinity.kernels.cpu.delta_rule import DTYPES, DeltaShape, DeltaWeights, delta_step
 from moe_infinity.report import PathTaken
 
 # The linear layers that go in: each kind of number apart, or those of a head of keys together.
 APART = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
 TOGETHER = ("in_proj_qkvz", "in_proj_ba")
 PARTS = {"conv1d", "norm", "out_proj"}
-CACHE_NAMES = ("cache", "cache_params")
+CACHE_ARGUMENTS = ("cache", "cache_params")  # since transformers 5.24, and before
 TRIED_TOKENS = 5  # of a prompt, before one more
 
 
@@ -49,7 +50,7 @@ class LinearAttentions:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._connected: list[LinearAttention] = []
+        self._connected: dict[nn.Module, LinearAttention] = {}
         self._verdicts: dict[nn.Module, Verdict[None]] = {}
         kinds: dict[Any, Verdict[None]] = {}
         for module in model.modules():
@@ -60,12 +61,14 @@ class LinearAttentions:
                     kinds[key] = verdict(partial(_search, module, names))
                 self._verdicts[module] = kinds[key]
                 if isinstance(kinds[key], Found):
-                    self._connected.append(LinearAttention(module, names))
+                    self._connected[module] = LinearAttention(module, names)
 
     def paths(self) -> Iterator[PathTaken]:
-        """Yield which path each of them takes."""
+        """Yield which path each of them takes, as of now."""
         for module, found in self._verdicts.items():
-            yield path_taken("attention", module, found)
+            connected = self._connected.get(module)
+            change = None if connected is None else connected.change()
+            yield path_taken("attention", module, found if change is None else FellBack(change))
 
 
 class LinearAttention:
@@ -79,10 +82,14 @@ class LinearAttention:
         replace_forward(module, uncompiled(self.forward))
         self._state = ModuleState([module.conv1d, module.norm], around=[module])
 
+    def change(self) -> str | None:
+        """Return what is different from when the model was loaded; None if nothing is."""
+        return self._state.change()
+
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Compute what the module's own forward method would."""
         states = None if args else self._states_of(hidden_states, kwargs)
-        if states is None or self._state.change() is not None:
+        if states is None or self.change() is not None:
             return self._stock(hidden_states, *args, **kwargs)
         return compute_step(self._module, self._names, self._shape, hidden_states, *states)
 
@@ -90,7 +97,7 @@ class LinearAttention:
         """Return the states of its convolution and of its rule; None for arguments that the kernel
         does not know.
         """
-        cache: Any = next((kwargs[name] for name in CACHE_NAMES if name in kwargs), None)
+        cache: Any = next((kwargs[name] for name in CACHE_ARGUMENTS if name in kwargs), None)
         index = self._module.layer_idx
         is_for_kernel = (
             x.shape[1] == 1
@@ -121,7 +128,7 @@ def states_in(layer: Any, x: Tensor, shape: DeltaShape) -> tuple[Tensor, Tensor]
         and window.shape[:2] == (len(x), shape.num_channels)
         and window.shape[2] >= shape.taps - 1
         and window.dtype == x.dtype
-        and window.dtype in KINDS
+        and window.dtype in DTYPES
         and window.is_contiguous()
     )
     return (window, state) if fits else None

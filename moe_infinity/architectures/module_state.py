@@ -42,7 +42,8 @@ def _functions() -> tuple[Any, ...]:
     """Return the functions that run every module, and those that kernels replace."""
     functions = nn.functional
     call = nn.Module.__call__, nn.Module._call_impl
-    return *call, functions.linear, functions.scaled_dot_product_attention
+    attention = functions.scaled_dot_product_attention
+    return *call, functions.linear, functions.conv1d, attention
 
 
 FUNCTIONS = _functions()

@@ -100,11 +100,11 @@ def modules_as_stored(
 
 
 def _moved_columns(pattern: str, converters: list[WeightConverter]) -> Undo | None:
-    """Return the only operation of the rule with this pattern if it moves columns."""
-    (rule,) = (rule for rule in converters if pattern in rule.source_patterns)
-    operation = rule.operations[0]
-    is_alone = len(rule.operations) == 1 and isinstance(operation, Undo)
-    return operation if is_alone and operation.dim == 1 else None
+    """Return what undoes a change of columns if the rules with this pattern do nothing else."""
+    rules = [rule for rule in converters if pattern in rule.source_patterns]
+    operations = [operation for rule in rules for operation in rule.operations]
+    moves = [each for each in operations if isinstance(each, Undo) and each.dim == 1]
+    return moves[0] if len(operations) == len(moves) == 1 else None
 
 
 def _packed_dense(linear: str, weight: PackedTensor, moved: Undo | None) -> PackedDense:

@@ -22,17 +22,9 @@ from moe_infinity.kernels.cpu.linear import FusedLinear, fused_linear
 from moe_infinity.kernels.many_rows import MOST_TOKENS
 from tests.cache_name import CACHE
 
-pytestmark = pytest.mark.arithmetic
+pytestmark = [pytest.mark.arithmetic, pytest.mark.usefixtures("two_threads")]
 
 DTYPES = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 2e-3}
-
-
-@pytest.fixture(autouse=True)
-def threads():
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
 
 
 def distance(found: Tensor, expected: Tensor) -> float:

@@ -29,16 +29,10 @@ from torch import Tensor
 from moe_infinity.kernels import host_float32
 from moe_infinity.kernels.cpu import team
 from moe_infinity.kernels.cpu.compiler import c_function, reader_of
-from moe_infinity.kernels.cpu.vectors import (
-    bfloat_at,
-    float_at,
-    half_at,
-    put_bfloat,
-    put_float,
-    put_half,
-)
+from moe_infinity.kernels.cpu.vectors import float_at, put_float
+from moe_infinity.kernels.cpu.work import BIASES, put_number, value_at
 
-KINDS = torch.float32, torch.bfloat16, torch.float16  # of the states of convolutions
+DTYPES = tuple(getattr(torch, name) for name in BIASES)  # of the states of convolutions
 MIN_NORM = 1e-6  # added to the squared length of queries and keys
 
 
@@ -85,7 +79,7 @@ class _Call(NamedTuple):
     x_width: int
     window: int  # the last inputs of the convolution, [B, channels, window_width]
     window_width: int
-    kind: int  # of the window's numbers
+    dtype: int  # of the window: its index in DTYPES
     weight: int
     bias: int  # 0: none
     state: int
@@ -119,7 +113,7 @@ def delta_step(
 ) -> Tensor:
     """Compute one token of each sequence: [B, N], the products of a token in one row -> [B, V * d]
     in float32. Both states are changed in place: `window`, [B, channels, at least K - 1], of a
-    dtype in KINDS, and `state`, [B, V, d of keys, d of values] in float32, without gaps.
+    dtype in DTYPES, and `state`, [B, V, d of keys, d of values] in float32, without gaps.
     """
     num_seqs = len(x_BN)
     x = x_BN.to(torch.float32).contiguous()
@@ -140,7 +134,7 @@ def delta_step(
         x_width=x.shape[1],
         window=window.data_ptr(),
         window_width=window.shape[2],
-        kind=KINDS.index(window.dtype),
+        dtype=DTYPES.index(window.dtype),
         weight=convolution.data_ptr(),
         bias=0 if bias is None else bias.data_ptr(),
         state=state.data_ptr(),
@@ -158,23 +152,6 @@ def delta_step(
 
 
 @njit(nogil=True)
-def _number_at(at, index, kind):  # type: ignore[no-untyped-def]
-    if kind == 0:
-        return float_at(at, index)
-    return bfloat_at(at, index) if kind == 1 else half_at(at, index)
-
-
-@njit(nogil=True)
-def _put_number(at, index, value, kind):  # type: ignore[no-untyped-def]
-    if kind == 0:
-        put_float(at, index, value)
-    elif kind == 1:
-        put_bfloat(at, index, value)
-    else:
-        put_half(at, index, value)
-
-
-@njit(nogil=True)
 def _sigmoid(x):  # type: ignore[no-untyped-def]
     return types.float32(1) / (types.float32(1) + math.exp(-x))
 
@@ -183,20 +160,20 @@ def _sigmoid(x):  # type: ignore[no-untyped-def]
 def _convolve(call, taps, seq, channel, first, count, num_channels, to):  # type: ignore[no-untyped-def]
     """Convolve `count` channels, whose newest numbers begin at the address `first`."""
     width = call.window_width
-    size = 4 if call.kind == 0 else 2
+    size = 4 if call.dtype == 0 else 2
     for i in range(count):
         c = channel + i
         row = call.window + size * width * (seq * num_channels + c)
         new = float_at(first, i)
         total = new * float_at(call.weight, c * taps + taps - 1)
         for k in range(taps - 1):
-            old = _number_at(row, width - (taps - 1) + k, call.kind)
+            old = value_at(row, width - (taps - 1) + k, call.dtype)
             total += old * float_at(call.weight, c * taps + k)
         if call.bias:
             total += float_at(call.bias, c)
         for k in range(width - 1):
-            _put_number(row, k, _number_at(row, k + 1, call.kind), call.kind)
-        _put_number(row, width - 1, new, call.kind)
+            put_number(row, k, value_at(row, k + 1, call.dtype), call.dtype)
+        put_number(row, width - 1, new, call.dtype)
         put_float(to, i, total * _sigmoid(total))
 
 

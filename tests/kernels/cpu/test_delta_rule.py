@@ -9,17 +9,9 @@ from torch.nn import functional
 
 from moe_infinity.kernels.cpu.delta_rule import DeltaShape, DeltaWeights, delta_step
 
-pytestmark = pytest.mark.arithmetic
+pytestmark = [pytest.mark.arithmetic, pytest.mark.usefixtures("two_threads")]
 
 EPS = 1e-6
-
-
-@pytest.fixture(autouse=True)
-def threads():
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
 
 
 def apart(heads: int, per_head: int, key: int, value: int, taps: int) -> DeltaShape:
@@ -102,6 +94,17 @@ def test_a_token_is_that_of_float64(sizes, window_width, has_bias, num_seqs, dty
         assert near(found, wanted)
         assert torch.equal(window.double(), wanted_window)
         assert near(state, wanted_state)
+
+
+def test_large_numbers_stay_finite():
+    shape = apart(2, 2, 8, 16, 4)
+    weights = random_weights(shape, torch.float32, has_bias=False)
+    x = 200 * torch.randn(2, shape.a + shape.num_value_heads)
+    window = 200 * torch.randn(2, shape.num_channels, 4)
+    state = torch.randn(2, 4, 8, 16)
+    wanted, _, wanted_state = plain(shape, weights, x, window, state)
+    assert near(delta_step(shape, weights, x, window, state), wanted)
+    assert near(state, wanted_state)
 
 
 def test_products_of_a_head_may_lie_together():
