@@ -1,12 +1,12 @@
 """Decode steps on a CPU, in which kernels made for few tokens compute what surrounds the experts.
 exact=True does not use them, since their bits are not those of transformers.
 
-    layers          decoder_layers.py, those that decoder_search.py finds
-    linear layers   kernels/cpu/linear.py, those that are given the same tensor together
-    attention       kernels/cpu/attention.py, in layers that were not found
-    linear attention      linear_attention.py, where a kernel knows it
-    convolutions    kernels/cpu/convolution.py, those of linear attention and Mamba
-    threads         kernels have them all, torch has one; see kernels/cpu/team.py
+    layers            decoder_layers.py, those that decoder_search.py finds
+    linear layers     kernels/cpu/linear.py, those that are given the same tensor together
+    attention         kernels/cpu/attention.py, in layers that were not found
+    linear attention  linear_attention.py, where a kernel knows it
+    convolutions      kernels/cpu/convolution.py, depthwise ones, for inputs of any length
+    threads           kernels have them all, torch has one; see kernels/cpu/team.py
 
 Longer inputs are computed by torch, whose attention gets keys and values once, not once for each
 head that looks at them. The "sdpa" function in transformers' registry is shared by all

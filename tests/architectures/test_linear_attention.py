@@ -5,12 +5,16 @@ it cannot know that.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import DynamicCache
+from transformers.cache_utils import LinearAttentionLayer
 
 from moe_infinity import MoE
 from moe_infinity.architectures import linear_attention
@@ -182,6 +186,37 @@ def test_gradients_and_calls_without_a_cache_run_the_modules_code(moe, steps):
         attentions_of(moe)[0](x)
     moe.model(input_ids=torch.tensor([TEXT[:5]]))
     assert not steps
+
+
+def _as_usual(layer: Any) -> dict[str, Any]:
+    return {}
+
+
+def _rolled_back_later(layer: Any) -> dict[str, Any]:
+    layer.record_past = True  # as while an assistant's tokens are checked
+    return {}
+
+
+def _masked(layer: Any) -> dict[str, Any]:
+    return {"attention_mask": torch.tensor([[1], [0]])}
+
+
+@pytest.mark.parametrize("prepare", [_as_usual, _rolled_back_later, _masked])
+def test_a_step_that_is_more_than_a_token_runs_the_modules_code(moe, steps, prepare):
+    module = attentions_of(moe)[0]
+    x = torch.randn(2, 6, module.out_proj.out_features)
+    parameters = signature(type(module).forward).parameters
+    name = next(name for name in linear_attention.CACHE_ARGUMENTS if name in parameters)
+    outs = []
+    for forward in (module, partial(type(module).forward, module)):
+        cache = DynamicCache()
+        cache.layers = [LinearAttentionLayer() for _ in range(module.layer_idx + 1)]
+        with torch.no_grad():
+            forward(x[:, :5], **{name: cache})
+            more = prepare(cache.layers[-1])
+            outs.append(forward(x[:, 5:], **{name: cache}, **more))
+    assert close(*outs)
+    assert len(steps) == (prepare is _as_usual)
 
 
 def test_a_module_that_computes_otherwise_is_left_alone(moe, monkeypatch):
