@@ -9,8 +9,8 @@ that go in and the one that comes out. In float32; rounded once.
             rule      state += key x (value - key @ state) * sigmoid(b)
             out       query @ state, its root mean square 1, times the norm's weight and SiLU(z)
 
-transformers computes it with some 50 operations of torch, which take 5.5 ms for 32 heads of 128 x 128 in
-bfloat16 on two Zen 3 cores; this takes 0.4.
+transformers computes it with some 50 operations of torch, which take 5.5 ms for 32 heads of 128 x
+128 in bfloat16 on two Zen 3 cores; this takes 0.4.
 
 Legend: B sequences, G heads of keys, V heads of values, d width of a head.
 """
