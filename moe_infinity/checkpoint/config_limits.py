@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -51,24 +51,17 @@ class NumberRange(NamedTuple):
         return not self.is_whole or isinstance(value, int) or value.is_integer()
 
 
-class ActivationName:
-    """The name of a function."""
+class OneOf(NamedTuple):
+    """The values that a key without numbers may have."""
+
+    what: str
+    values: Container[Any]
 
     def __str__(self) -> str:
-        return "an activation that transformers knows"
+        return self.what
 
     def has(self, value: Any) -> bool:
-        return isinstance(value, str) and value in ACT2FN
-
-
-class Flag:
-    """true or false."""
-
-    def __str__(self) -> str:
-        return "true or false"
-
-    def has(self, value: Any) -> bool:
-        return isinstance(value, bool)
+        return value in self.values
 
 
 class AnyNumber(NumberRange):
@@ -76,11 +69,10 @@ class AnyNumber(NumberRange):
 
     def has(self, value: Any) -> bool:
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        is_finite = is_number and abs(value) != math.inf and value == value
-        return not is_finite or super().has(value)
+        return not (is_number and abs(value) < math.inf) or super().has(value)
 
 
-Limit = NumberRange | ActivationName | Flag
+Limit = NumberRange | OneOf
 
 
 class Rule(NamedTuple):
@@ -107,6 +99,8 @@ SIZE = NumberRange(0, 1 << 27)
 TOKEN = NumberRange(-10_000, 1 << 27)
 SHARE = NumberRange(0, 1, is_whole=False)
 FACTOR = NumberRange(-1e9, 1e9, is_whole=False)
+FLAG = OneOf("true or false", (True, False))
+ACTIVATION = OneOf("an activation that transformers knows", ACT2FN)
 # The first rule whose pattern the whole key matches decides.
 MODEL = (
     Rule(re.compile(r"(num_)?hidden_layers|n_layers?|num_layers"), NumberRange(1, 1024)),
@@ -118,14 +112,14 @@ MODEL = (
     Rule(re.compile(r"hidden_size|vocab_size|d_model|n_embd"), NumberRange(1, 1 << 24)),
     Rule(re.compile(r"(\w+_)?(hidden|intermediate|vocab|embedding|ffn)_(size|dim)"), SIZE),
     Rule(re.compile(r"(\w+_)?(head_dim|lora_rank)|d_(ff|kv|inner)|ffn_dim"), SIZE),
-    Rule(re.compile(r"(original_)?max_position_embeddings|n_positions"), NumberRange(-1, 1 << 30)),
+    Rule(re.compile(r"(original_)?max_position_embeddings|n_positions"), NumberRange(-1, 1e30)),
     Rule(re.compile(r"sliding_window"), NumberRange(-1, 1 << 30)),
     Rule(re.compile(r"(\w+_)?rope_theta"), NumberRange(0, 1e15, is_whole=False)),
     Rule(re.compile(r"(\w+_)?eps(ilon)?"), SHARE),
     Rule(re.compile(r"dropout|(attention|attn|hidden|resid|embd)_(dropout|pdrop)"), SHARE),
     Rule(re.compile(r"(\w+_)?factor|initializer_range"), FACTOR),
-    Rule(re.compile(r"hidden_act|hidden_activation|activation_function"), ActivationName()),
-    Rule(re.compile(r"use_cache|tie_word_embeddings|norm_topk_prob|is_encoder_decoder"), Flag()),
+    Rule(re.compile(r"hidden_act|hidden_activation|activation_function"), ACTIVATION),
+    Rule(re.compile(r"use_cache|tie_word_embeddings|norm_topk_prob|is_encoder_decoder"), FLAG),
 )
 GENERATION = (
     setting(r"\w+_token_ids?|(begin_)?suppress_tokens", TOKEN, range(2)),
@@ -138,7 +132,7 @@ GENERATION = (
     setting(r"(max|min)_(new_tokens|length)", NumberRange(-1, 1 << 40)),
     setting(r"(encoder_)?no_repeat_ngram_size", NumberRange(0, 1 << 30)),
     setting(r"num_beams|num_beam_groups|num_return_sequences", NumberRange(1, 1 << 12)),
-    setting(r"do_sample|renormalize_logits|remove_invalid_values", Flag()),
+    setting(r"do_sample|renormalize_logits|remove_invalid_values", FLAG),
 )
 RULES = MODEL + GENERATION
 ANY_NUMBER = AnyNumber(-(1 << 62), 1 << 62, is_whole=False)
@@ -210,7 +204,8 @@ def check_config(file: Path, content: dict[str, Any], *, trust_remote_code: bool
         _check(file, ConfigEntry(path, key, value), RULES)
         for pattern in largest:
             if pattern.fullmatch(key):
-                largest[pattern] = max(largest[pattern], *_numbers(value), 0)
+                numbers = (each for each in _flat(value) if isinstance(each, int | float))
+                largest[pattern] = max(largest[pattern], *numbers, 0)
     if math.prod(largest.values()) > MAX_EXPERTS:
         layers, experts = largest.values()
         raise CheckpointError(
@@ -223,6 +218,18 @@ def check_generation_config(file: Path, content: dict[str, Any]) -> None:
     """Raise CheckpointError for a setting that cannot be kept."""
     for entry in _entries(content):
         _check(file, entry, GENERATION)
+
+
+def as_meant(key: str, value: Any) -> Any:
+    """Return a setting of generation in the type that transformers asks for: JSON has one kind of
+    numbers.
+    """
+    if isinstance(value, list):
+        return [as_meant(key, each) for each in value]
+    limit = next((rule.limit for rule in GENERATION if rule.keys.fullmatch(key)), None)
+    if isinstance(limit, NumberRange) and isinstance(value, int | float):
+        return int(value) if limit.is_whole else float(value)
+    return bool(value) if limit == FLAG and value is not None else value
 
 
 def _entries(content: dict[str, Any], prefix: str = "") -> Iterator[ConfigEntry]:
@@ -259,10 +266,6 @@ def _flat(value: Any) -> Iterator[Any]:
             yield from _flat(each)
     else:
         yield value
-
-
-def _numbers(value: Any) -> list[float]:
-    return [each for each in _flat(value) if isinstance(each, int | float)]
 
 
 def shown(value: Any) -> str:

@@ -36,7 +36,15 @@ MODELOPT_ALGORITHMS = (
     "MIXED_PRECISION",
 )  # fmt: skip
 
+BITS = ("load_in_4bit", "load_in_8bit")  # switches of bitsandbytes
 Config = Mapping[str, Any]
+
+
+def is_packed(quantization_config: Config) -> bool:
+    """Return False if this quantization_config says that weights are stored as they are."""
+    method = str(quantization_config.get("quant_method") or "").lower()
+    asked = map(quantization_config.get, BITS if method == "bitsandbytes" else quantization_config)
+    return method != "none" and any(value not in (None, False, "") for value in asked)
 
 
 def find_format(quantization_config: Config) -> Format:

@@ -304,7 +304,9 @@ class HeaderReader:
         if not 1 <= num_dims <= MAX_DIMS:
             self._refuse(f"tensor {name} has {num_dims} dimensions")
         dims = struct.unpack(f"<{num_dims}Q", self._take(8 * num_dims))
-        return name, dims[::-1], self._number("<I"), self._number("<Q")
+        least = 2 if "_exps." in name else 0  # the third dimension counts experts, even if one
+        last = max(least, 0, *(i for i, size in enumerate(dims) if size != 1))  # ones pad them
+        return name, dims[last::-1], self._number("<I"), self._number("<Q")
 
     def _tensor(
         self, name: str, shape: tuple[int, ...], number: int, offset: int, *, start: int,

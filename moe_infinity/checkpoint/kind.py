@@ -22,7 +22,7 @@ from moe_infinity.checkpoint.config_limits import (
     read_object,
 )
 from moe_infinity.checkpoint.file_names import find_gguf
-from moe_infinity.checkpoint.formats import find_format
+from moe_infinity.checkpoint.formats import find_format, is_packed
 from moe_infinity.checkpoint.gguf_config import config_of
 from moe_infinity.checkpoint.gguf_file import GgufModel, read_gguf
 from moe_infinity.checkpoint.gguf_generation import generation_of
@@ -145,14 +145,9 @@ def _check_configs(checkpoint: str, *, trust_remote_code: bool) -> None:
 
 def _file_of(checkpoint: str, name: str) -> Path | None:
     """Return a file of a folder or hub id; None if there is none, or the hub does not give it."""
-    path = Path(checkpoint)
-    if path.is_dir():
-        return path / name if (path / name).exists() else None
-    try:
-        found = cached_file(checkpoint, name)
-    except OSError:
-        return None
-    return None if found is None else Path(found)
+    with suppress(OSError):
+        return Path(cached_file(checkpoint, name))
+    return None
 
 
 def _kind_of_gguf(file: Path, config_from: str | None, *, trust_remote_code: bool) -> Kind:
@@ -210,7 +205,7 @@ def _packing_of(checkpoint: str, config: Any) -> Format | None:
     for name, method in OF_TOOLS.items():
         if not found and (file := _file_of(checkpoint, name)) is not None:
             found = {"quant_method": method} | read_object(file)
-    if not found:
+    if not is_packed(found):
         return None
     try:
         return find_format(found)

@@ -31,6 +31,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.utils import logging
 
 from moe_infinity.architectures.adapters import ExpertsModule
+from moe_infinity.checkpoint.config_limits import as_meant
 from moe_infinity.checkpoint.file_names import checkpoint_files
 from moe_infinity.checkpoint.gguf_names import weights_of
 from moe_infinity.checkpoint.headers import STORED_NAMES, StoredTensor, read_headers
@@ -173,13 +174,14 @@ def load_without_experts(
 
 
 def _settled(settings: transformers.GenerationConfig) -> transformers.GenerationConfig:
-    """The same settings in transformers' words: empty lists are absent, a temperature of 0 samples
-    nothing, and a top_k below 1 is none.
+    """The same settings in transformers' words and types: empty lists are absent, a temperature of
+    0 samples nothing, and a top_k below 1 is none.
     """
-    vars(settings).update({name: None for name, value in vars(settings).items() if value == []})
+    for name, value in vars(settings).items():
+        setattr(settings, name, None if value == [] else as_meant(name, value))
     if hasattr(settings, "do_sample"):  # else they are for a generate() of the model's own
         settings.do_sample = settings.do_sample and settings.temperature != 0
-        settings.top_k = settings.top_k and max(int(settings.top_k), 0)
+        settings.top_k = settings.top_k and max(settings.top_k, 0)
     return settings
 
 

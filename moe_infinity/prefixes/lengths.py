@@ -25,6 +25,7 @@ SAME_AT_ALL_LENGTHS = ("default", "linear", "yarn", "llama3", "mrope", "proporti
 TWO_EMBEDDINGS = ("longrope", "su")
 Fresh = tuple[Any, dict[str, Any], dict[str, Any]]  # a module, its attributes and buffers
 LENGTH_NAMES = ("max_position_embeddings", "max_seq_len", "n_positions", "model_max_length")
+LONGEST = 1 << 24  # tokens of a sequence: memory has no room for the keys of more
 GROWN = "max_seq_len_cached"  # how long a sequence a rotary embedding was made for
 
 
@@ -41,7 +42,8 @@ class Lengths:
         self._tokens_per_scale = 0
         if getattr(config, "attn_temperature_tuning", False):
             self._tokens_per_scale = int(getattr(config, "floor_scale", 0))
-        self._anew = {border: num_anew(model, border) for border in self._borders}
+        reached = [border for border in self._borders if border <= LONGEST]
+        self._anew = {border: num_anew(model, border) for border in reached}
         self._fresh: list[Fresh] = []
         if self._alike is not None:
             self._fresh = list(_fresh_rotations(model))
@@ -63,7 +65,7 @@ class Lengths:
             or trained
         )
         if name in TWO_EMBEDDINGS:
-            self._borders.add(original)
+            self._borders.add(int(original))
         elif name not in SAME_AT_ALL_LENGTHS:
             first = min(original, trained) if "dynamic" in name else 0
             self._alike = first if self._alike is None else min(self._alike, first)

@@ -67,6 +67,23 @@ def test_values_of_all_types_are_read(write):
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("dims", "shape"),
+    [((32, 2, 1, 1), (2, 32)), ((32, 1, 1, 1), (32,)), ((4, 1, 2, 1), (2, 1, 4)), ((1, 1), (1,))],
+)
+def test_ones_behind_the_dimensions_are_left_out(write, dims, shape):
+    """llama.cpp has four dimensions of each tensor, and some programs write all of them."""
+    (found,) = read_gguf_header(write(header(MODEL, [Tensor("t", dims)]))).tensors
+    assert found.shape == shape
+
+
+@pytest.mark.parametrize("dims", [(32, 2, 1), (32, 2, 1, 1)])
+def test_a_stack_of_one_expert_stays_a_stack(write, dims):
+    tensor = Tensor("blk.0.ffn_up_exps.weight", dims)
+    (found,) = read_gguf_header(write(header(MODEL, [tensor]))).tensors
+    assert found.shape == (1, 2, 32)
+
+
 LIES = {
     "not a GGUF file": b"GGUG" + header(MODEL, [])[4:],
     "older than GGUF": b"tjgg" + header(MODEL, [])[4:],

@@ -9,9 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from moe_infinity import CheckpointError, MoE, MoEInfinityError
 from moe_infinity.inspection import inspect_checkpoint
+from moe_infinity.prefixes.lengths import Lengths, longest_context
+from moe_infinity.server.generation import Generation
 from tests.conftest import make_model
 from tests.safetensors_file import read, write
 
@@ -106,7 +109,14 @@ def test_an_odd_value_of_a_tokenizer_is_an_error_of_ours(tiny_checkpoint, copy_o
 # as other programs write them: as good as the file of transformers
 
 
-@pytest.mark.parametrize("unpacked", [{}, {"quant_method": None}, {"bits": None}], ids=str)
+UNPACKED: list[dict[str, Any]] = [
+    {}, {"quant_method": None}, {"bits": None}, {"quant_method": "none"}, {"quant_method": ""},
+    {"quant_method": "bitsandbytes", "load_in_4bit": False, "load_in_8bit": False},
+    {"load_in_4bit": False, "load_in_8bit": False},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("unpacked", UNPACKED, ids=str)
 @pytest.mark.parametrize("key", ["quantization_config", "compression_config"])
 def test_an_empty_quantization_is_none(tiny_checkpoint, copy_of, key, unpacked):
     folder = copy_of(tiny_checkpoint)
@@ -157,6 +167,61 @@ def test_settings_of_other_programs_are_those_that_they_mean(
             torch.manual_seed(0)
             answers.append(moe.generate(torch.tensor([[5, 6]]), max_new_tokens=4, pad_token_id=2))
     assert torch.equal(*answers)
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        ({"eos_token_id": 2.0}, 2), ({"eos_token_id": [2.0, 3]}, [2, 3]),
+        ({"forced_eos_token_id": 3.0}, 3), ({"bad_words_ids": [[7.0]]}, [[7]]),
+        ({"min_length": 4.0}, 4), ({"no_repeat_ngram_size": 2.0}, 2),
+        ({"temperature": 2}, 2.0), ({"repetition_penalty": 2}, 2.0), ({"do_sample": 0}, False),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_numbers_are_of_the_type_that_their_key_asks_for(tiny_checkpoint, copy_of, written, meant):
+    """JSON has one kind of numbers. An end of 2.0 ended the server in a TypeError."""
+    folder = copy_of(tiny_checkpoint)
+    change(folder / "generation_config.json", **written)
+    (name,) = written
+    with MoE(folder) as moe:
+        assert repr(getattr(moe.model.generation_config, name)) == repr(meant)
+        Generation(moe.model)
+
+
+@pytest.mark.parametrize("length", [1 << 31, 1 << 63, int(1e30)])
+def test_any_number_of_positions_is_taken(tiny_checkpoint, copy_of, length):
+    folder = copy_of(tiny_checkpoint)
+    change(folder / "config.json", max_position_embeddings=length)
+    with MoE(folder) as moe:
+        assert longest_context(moe.model.config) == length
+        Lengths(moe.model)
+
+
+@pytest.mark.parametrize(
+    ("original", "other"),
+    [(32, True), (32.0, True), (1 << 31, False), (1 << 63, False), (1e30, False)],
+)
+def test_a_second_embedding_begins_behind_any_length(original, other):
+    """LongRoPE has one for lengths up to the original and one beyond, where transformers drops the
+    cache of Phi-3.5-MoE. No cache of 2^31 tokens is made to find that out.
+    """
+    pairs = 8
+    rope = {
+        "rope_type": "longrope", "factor": 4.0, "rope_theta": 1e4,
+        "short_mscale": 1.1, "long_mscale": 1.3,
+        "short_factor": [1.0] * pairs, "long_factor": [4.0] * pairs,
+        "original_max_position_embeddings": original,
+    }  # fmt: skip
+    config = transformers.PhimoeConfig(
+        hidden_size=4 * 2 * pairs, num_attention_heads=4, num_key_value_heads=2,
+        num_hidden_layers=1, intermediate_size=32, num_local_experts=4, vocab_size=100,
+        max_position_embeddings=4 * int(original), rope_parameters=rope,
+    )  # fmt: skip
+    lengths = Lengths(transformers.PhimoeForCausalLM(config).eval())
+    assert lengths.is_usual(32)
+    assert lengths.is_usual(33) is not other
+    assert lengths.begins_anew is other
 
 
 def test_an_index_may_name_its_folder(sharded_checkpoint, copy_of):
