@@ -20,6 +20,7 @@ Both give the same bits. docs/architecture.md draws them and says which files to
 from __future__ import annotations
 
 import copy
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -89,7 +90,7 @@ class MoE:
         threads with the bytes that were read and their total. Raises ConfigError, CheckpointError
         or UnsupportedModelError.
         """
-        self.checkpoint = str(checkpoint)
+        self.checkpoint = os.path.expanduser(checkpoint)
         self.config = self.config_class.from_options(config, options)
         check_policy(self.config)
         self.vision_part = VisionPart(self.checkpoint, self.config.mmproj)
@@ -119,7 +120,7 @@ class MoE:
                 self.model, layers, checkpoint=self.checkpoint, backend=hooks.BACKEND
             )
             hooks.attach(self.model, layers, self._experts, early_router)
-            self._steps = StepReader(self.model, self._experts)
+            self._steps = StepReader(self.model, self._experts, self._lock)
             self._small_batches = self._device.small_batch_steps(self.model, early_router)
             self._experts.note_state()
             if self.config.preload != "off":

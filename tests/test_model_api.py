@@ -292,14 +292,16 @@ def test_two_models_at_once_do_not_disturb_each_other(
 # threads
 
 
-def test_two_threads_generating_at_once_get_the_right_tokens(moe, resident_model):
+@pytest.mark.parametrize("is_below", [False, True], ids=["MoE", "its model"])
+def test_two_threads_generating_at_once_get_the_right_tokens(moe, resident_model, is_below):
     prompts = [encode(*ids) for ids in ((5, 6, 9), (40, 41), (7, 7, 7, 8), (120,))]
     expected = [tokens_of(resident_model, prompt, max_new_tokens=10) for prompt in prompts]
     found: dict[int, list[list[int]]] = {}
+    shared = resident_model.model if is_below else moe
 
     def work(numbers: range) -> None:
         for number in numbers:
-            found[number] = tokens_of(moe, prompts[number % 4], max_new_tokens=10)
+            found[number] = tokens_of(shared, prompts[number % 4], max_new_tokens=10)
 
     threads = [threading.Thread(target=work, args=(range(start, 8, 2),)) for start in (0, 1)]
     for thread in threads:

@@ -113,7 +113,7 @@ MODEL = (
     Rule(re.compile(r"(\w+_)?(hidden|intermediate|vocab|embedding|ffn)_(size|dim)"), SIZE),
     Rule(re.compile(r"(\w+_)?(head_dim|lora_rank)|d_(ff|kv|inner)|ffn_dim"), SIZE),
     Rule(re.compile(r"(original_)?max_position_embeddings|n_positions"), NumberRange(-1, 1e30)),
-    Rule(re.compile(r"sliding_window"), NumberRange(-1, 1 << 30)),
+    Rule(re.compile(r"sliding_window"), NumberRange(-1, 1 << 62)),
     Rule(re.compile(r"(\w+_)?rope_theta"), NumberRange(0, 1e15, is_whole=False)),
     Rule(re.compile(r"(\w+_)?eps(ilon)?"), SHARE),
     Rule(re.compile(r"dropout|(attention|attn|hidden|resid|embd)_(dropout|pdrop)"), SHARE),

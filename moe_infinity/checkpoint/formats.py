@@ -42,6 +42,8 @@ Config = Mapping[str, Any]
 
 def is_packed(quantization_config: Config) -> bool:
     """Return False if this quantization_config says that weights are stored as they are."""
+    if _has_algorithm(quantization_config) and _details(quantization_config)["quant_algo"] is None:
+        return False  # ModelOpt: only keys and values are packed
     method = str(quantization_config.get("quant_method") or "").lower()
     asked = map(quantization_config.get, BITS if method == "bitsandbytes" else quantization_config)
     return method != "none" and any(value not in (None, False, "") for value in asked)
@@ -120,8 +122,6 @@ def _find_modelopt(config: Config) -> tuple[WeightFormat, ...]:
     details = _details(config)
     for each in (details, *(details.get("quantized_layers") or {}).values()):
         algorithm = str(each.get("quant_algo")).upper()
-        if "quant_algo" in each and each["quant_algo"] is None:  # only the cache is packed
-            continue
         if algorithm not in MODELOPT_ALGORITHMS:
             raise _unsupported(f"modelopt with quant_algo {each.get('quant_algo')!r}")
         if "NVFP4" in algorithm:

@@ -200,7 +200,8 @@ def _packing_of(checkpoint: str, config: Any) -> Format | None:
     for part in (config, config.get_text_config()):
         for key in PACKING:
             if (said := getattr(part, key, None)) is not None:
-                found = found or {k: v for k, v in dict(said).items() if v is not None}
+                items = dict(said).items()  # null is as absent, but for ModelOpt's algorithm
+                found = found or {k: v for k, v in items if v is not None or k == "quant_algo"}
                 delattr(part, key)
     for name, method in OF_TOOLS.items():
         if not found and (file := _file_of(checkpoint, name)) is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -40,7 +41,7 @@ def checkpoint_named(model: str | None) -> str | None:
     if model and model.startswith((".", "/", "~")) and not expanded(model).exists():
         raise CheckpointError(f"{model}: there is no such folder or file")
     if model not in BUNDLED or Path(model).exists():
-        return model
+        return model and os.path.expanduser(model)
     try:
         package = find_spec(BUNDLED[model])
     except ModuleNotFoundError:  # of the package around it

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property, wraps
+from threading import RLock
 from typing import Any
 
 import numpy as np
@@ -43,7 +44,8 @@ class StepReader:
     does.
     """
 
-    def __init__(self, model: PreTrainedModel, experts: Experts) -> None:
+    def __init__(self, model: PreTrainedModel, experts: Experts, lock: RLock) -> None:
+        self._one_at_a_time = lock
         self._end_ids: Any = None  # tokens that end a sequence; None: the generation config's
         self._prompt_mask: Tensor | None = None
         self._named: Step | None = None
@@ -94,14 +96,14 @@ class StepReader:
         @wraps(module.forward)
         def forward(*args: Any, **kwargs: Any) -> Any:
             refuse_graphs()
-            self.leave_pass()
-            step = self._named or read(args, kwargs)
-            if step is not None:
-                self._experts.begin_step(step)
-            self._is_in_pass = True
-            with self._experts.local.unchanged_files():
+            with self._one_at_a_time, self._experts.local.unchanged_files():
+                self.leave_pass()
+                step = self._named or read(args, kwargs)
+                if step is not None:
+                    self._experts.begin_step(step)
+                self._is_in_pass = True
                 out = stock(*args, **kwargs)
-            self._is_in_pass = False
+                self._is_in_pass = False
             return out
 
         return forward

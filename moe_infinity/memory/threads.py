@@ -45,6 +45,7 @@ class ReadThreads:
             if not self._end.alive:
                 raise RuntimeError(f"{self._name}: closed")
             self._waiting.put((work, future))
+            self._threads = [each for each in self._threads if each.is_alive()]  # none after a fork
             if len(self._threads) < self._num_threads:
                 name = f"{self._name}_{len(self._threads)}"
                 thread = Thread(target=_run, args=(self._waiting,), name=name, daemon=True)

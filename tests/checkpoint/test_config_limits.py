@@ -104,7 +104,7 @@ def test_every_rule_allows_its_bounds_and_nothing_beyond():
         "num_layers": 1024, "n_mtp_layers": 1024, "n_routed_experts": 1 << 16, "num_beams": 4096,
         "num_experts_per_tok": 4096, "num_attention_heads": 65536, "num_key_value_heads": 65536,
         "d_model": 1 << 24, "moe_intermediate_size": 1 << 27, "v_head_dim": 1 << 27, "top_p": 1,
-        "max_position_embeddings": 1e30, "sliding_window": 1 << 30, "rope_theta": 1e15,
+        "max_position_embeddings": 1e30, "sliding_window": 1 << 62, "rope_theta": 1e15,
         "layer_norm_eps": 1, "attention_dropout": 1, "initializer_factor": 1e9, "top_k": 1 << 30,
         "eos_token_id": 1 << 27, "temperature": 1e4, "repetition_penalty": 1e3,
         "length_penalty": 1e9, "max_length": 1 << 40, "no_repeat_ngram_size": 1 << 30,

@@ -80,12 +80,6 @@ def test_experts_in_one_tensor_have_scales_of_their_own(config, shape):
     assert torch.equal(unpacked(config, tensors).bfloat16(), expected)
 
 
-def test_a_cache_of_float8_does_not_make_weights_packed():
-    config = {"quantization": {"quant_algo": None, "kv_cache_quant_algo": "FP8"}}
-    tensors = {"k_proj.weight": torch.ones(8, 8), "attn.k_scale": torch.ones(())}
-    assert set(find_format(config).group(stored(tensors))) == {"k_proj.weight"}
-
-
 # Whole models
 
 

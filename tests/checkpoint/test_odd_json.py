@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from moe_infinity import CheckpointError, MoE, MoEInfinityError
 from moe_infinity.inspection import inspect_checkpoint
@@ -113,6 +114,7 @@ UNPACKED: list[dict[str, Any]] = [
     {}, {"quant_method": None}, {"bits": None}, {"quant_method": "none"}, {"quant_method": ""},
     {"quant_method": "bitsandbytes", "load_in_4bit": False, "load_in_8bit": False},
     {"load_in_4bit": False, "load_in_8bit": False},
+    {"quant_method": "modelopt", "quant_algo": None, "kv_cache_quant_algo": "FP8"},
 ]  # fmt: skip
 
 
@@ -121,6 +123,17 @@ UNPACKED: list[dict[str, Any]] = [
 def test_an_empty_quantization_is_none(tiny_checkpoint, copy_of, key, unpacked):
     folder = copy_of(tiny_checkpoint)
     change(folder / "config.json", **{key: unpacked})
+    with MoE(folder) as moe:
+        assert moe.report().experts.startswith("as stored")
+
+
+def test_a_cache_of_float8_does_not_make_weights_packed(tiny_checkpoint, copy_of):
+    folder = copy_of(tiny_checkpoint)
+    tensors = load_file(folder / "model.safetensors")
+    tensors |= {f"model.layers.{n}.self_attn.k_proj.k_scale": torch.ones(()) for n in range(3)}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    said = {"quantization": {"quant_algo": None, "kv_cache_quant_algo": "FP8"}}
+    (folder / "hf_quant_config.json").write_text(json.dumps(said))
     with MoE(folder) as moe:
         assert moe.report().experts.startswith("as stored")
 
@@ -196,6 +209,27 @@ def test_any_number_of_positions_is_taken(tiny_checkpoint, copy_of, length):
     with MoE(folder) as moe:
         assert longest_context(moe.model.config) == length
         Lengths(moe.model)
+
+
+def test_any_sliding_window_is_taken(tiny_checkpoint, copy_of):
+    folder = copy_of(tiny_checkpoint)
+    ids = torch.tensor([[5, 6, 7]])
+    found = []
+    for window in (1 << 30, 1 << 60):
+        change(folder / "config.json", use_sliding_window=True, sliding_window=window)
+        with MoE(folder) as moe:
+            found.append(moe.generate(ids, max_new_tokens=6, do_sample=False))
+    assert torch.equal(*found)
+
+
+def test_a_folder_may_be_named_from_the_home_folder(
+    tiny_checkpoint, copy_of, tmp_path, command, monkeypatch
+):
+    folder = copy_of(tiny_checkpoint)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with MoE(f"~/{folder.name}") as moe:
+        assert moe.tokenizer("w5").input_ids == [5]
+    assert command("inspect", f"~/{folder.name}").code == 0
 
 
 @pytest.mark.parametrize(
