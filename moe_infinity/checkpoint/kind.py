@@ -236,9 +236,11 @@ def _tokenizer_of(checkpoint: str, config_from: str | None, trust_remote_code: b
     named = (_file_of(folder, name) for name in CHECKED_TOKENIZER_FILES)
     try:
         check_tokenizer(file for file in named if file is not None)
-        return transformers.AutoTokenizer.from_pretrained(
+        tokenizer = transformers.AutoTokenizer.from_pretrained(
             folder, trust_remote_code=trust_remote_code
         )
+        tokenizer.decode(tokenizer("a").input_ids)  # some values are first used here
+        return tokenizer
     except Exception as error:  # of any kind: values of its files go wherever they are used
         is_ours = isinstance(error, CheckpointError)
         what = printable(error if is_ours else f"{type(error).__name__}: {error}", 2000)

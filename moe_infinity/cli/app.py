@@ -106,7 +106,9 @@ def run_app(app: typer.Typer) -> None:
         prepare_streams()
         require_folder()
         app()
-    except MoEInfinityError as error:
+    except (MoEInfinityError, ImportError) as error:
+        if isinstance(error, ImportError) and error.name:
+            raise  # an import failed; without a name, a setting asks for a package, in words
         stderr.print(f"[bold red]error:[/bold red] {shown(error)}", soft_wrap=True)
         sys.exit(1)
     except OSError as error:

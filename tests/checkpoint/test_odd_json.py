@@ -98,7 +98,10 @@ def test_an_odd_tokenizer_file_is_named(tiny_checkpoint, copy_of, file, kind):
         moe.tokenizer  # noqa: B018
 
 
-@pytest.mark.parametrize("change", [{"eos_token": 3}, {"tokenizer_class": []}, {"auto_map": 3}])
+@pytest.mark.parametrize(
+    "change",
+    [{"eos_token": 3}, {"tokenizer_class": []}, {"auto_map": 3}, {"model_max_length": "512"}],
+)
 def test_an_odd_value_of_a_tokenizer_is_an_error_of_ours(tiny_checkpoint, copy_of, change):
     folder = copy_of(tiny_checkpoint)
     config = json.loads((folder / "tokenizer_config.json").read_text())

@@ -3,6 +3,7 @@ stdout, exit code 2 for wrong usage and 1 for the rest."""
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import subprocess
@@ -50,6 +51,15 @@ def test_a_folder_of_something_else_is_said_to_have_no_config(command, tmp_path,
     assert (outcome.code, outcome.out) == (1, "")
     assert outcome.said(f"{tmp_path}: no usable config.json: the folder has none")
     assert outcome.said("name the folder that has it")
+
+
+def test_a_package_that_a_setting_needs_is_named(command, tiny_checkpoint, copy_of):
+    folder = copy_of(tiny_checkpoint)
+    settings = {"cache_implementation": "quantized", "do_sample": False}
+    (folder / "generation_config.json").write_text(json.dumps(settings))
+    outcome = command("run", folder, "-p", "w5", "--max-new-tokens", 4)
+    assert outcome.code == 1
+    assert outcome.said("optimum-quanto")
 
 
 def test_for_a_file_of_weights_its_folder_is_named(command, tiny_checkpoint):
