@@ -11,13 +11,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AliasChoices, BeforeValidator, Field, field_validator, model_validator
 
-from moe_infinity.server.fields import KEEPS_EMPTY, Body, Items, RequestBody
+from moe_infinity.server.fields import KEEPS_EMPTY, Body, Items, RequestBody, whole
 from moe_infinity.server.grammars import Structure
 from moe_infinity.server.limits import CHOICES, LOGPROBS, PROMPTS, STOP_CHARACTERS
 from moe_infinity.server.refusals import BadRequest, require_within
 from moe_infinity.server.sequences import Pooling
 
-TokenId = Annotated[int, Field(ge=0)]
+TokenId = Annotated[int, BeforeValidator(whole), Field(ge=0)]
 Stop = Annotated[str, Field(max_length=STOP_CHARACTERS.most)]
 # Nine digits are enough for any vocabulary. int() raises for thousands of digits: status 500.
 TOKEN_ID = re.compile("[0-9]{1,9}")
@@ -44,7 +44,9 @@ MixedPrompt = Items[TokenId | str]
 def few_prompts(prompts: Any) -> Any:
     """Return prompts as they are. Raises Refused for too many; token ids of one are no prompts."""
     if isinstance(prompts, list):
-        require_within(PROMPTS, sum(not isinstance(each, int) for each in prompts), "prompt")
+        require_within(
+            PROMPTS, sum(not isinstance(each, int | float) for each in prompts), "prompt"
+        )
     return prompts
 
 

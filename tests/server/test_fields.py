@@ -391,6 +391,7 @@ def test_the_end_of_an_answer_may_be_set(server):
         ({"ignore_eos": True}, 6),
         ({"min_tokens": 3}, 4),
         ({"ignore_eos": True, "stop_token_ids": [1]}, 1),
+        ({"ignore_eos": True, "stop_token_ids": [1.0]}, 1),
     ):
         usage = ask(server, COMPLETIONS, ends | change).json()["usage"]
         assert (change, usage["completion_tokens"]) == (change, length)
