@@ -6,6 +6,7 @@ loop.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
@@ -29,6 +30,8 @@ from moe_infinity.server.backend import Backend
 from moe_infinity.server.chat import ChatBody, TokenizeBody
 from moe_infinity.server.config import LOOPBACK, ServeConfig
 from moe_infinity.server.engine import Engine
+from moe_infinity.server.kept import KeptTexts, ResponseTurn
+from moe_infinity.server.limits import KEPT
 from moe_infinity.server.llama_cpp import LlamaApi
 from moe_infinity.server.metrics import Metrics, stats_of
 from moe_infinity.server.ollama import OllamaApi
@@ -96,7 +99,9 @@ def create_app(
         preparation=Preparation(),
     )
     backend = Backend(moe, engine, config, guard, is_forwarded=is_forwarded)
-    api = Api(backend, guard.metrics)
+    # What is named may come to another replica.
+    kept = KeptTexts(0 if is_forwarded else KEPT.most)
+    api = Api(backend, guard.metrics, kept)
     routers = [
         api.open_router(),
         api.router(),
@@ -126,9 +131,10 @@ async def _http_error(request: HttpRequest, error: Exception) -> Response:
 class Api:
     """The routes of OpenAI's and Anthropic's APIs, and those about the server."""
 
-    def __init__(self, backend: Backend, metrics: Metrics) -> None:
+    def __init__(self, backend: Backend, metrics: Metrics, kept: KeptTexts) -> None:
         self._backend = backend
         self._metrics = metrics
+        self._kept = kept
         self._files = StaticFiles(directory=PAGE)
 
     def open_router(self) -> APIRouter:
@@ -284,18 +290,22 @@ class Api:
         return await self._backend.chat(request, lambda: self._backend.accepted(body), answer_to)
 
     async def responses(self, request: HttpRequest, body: ResponsesBody) -> Response:
-        """Answer a conversation; nothing is kept."""
-        answer_to = partial(ResponseAnswer, asked=body)
+        """Answer a conversation, of which earlier turns may be named by their ids."""
+        turn = self._turn(request, body)
+        answer_to = partial(ResponseAnswer, asked=body, keep=turn.end)
         return await self._backend.chat(
             request,
-            lambda: self._backend.accepted(body).for_chat(),
+            lambda: turn.whole(self._backend.accepted(body)).for_chat(),
             answer_to,
             responses_body.NAMES,
         )
 
     async def input_tokens(self, request: HttpRequest, body: ResponsesBody) -> Response:
         """How many tokens the conversation of a response has."""
-        num_tokens = await self._num_tokens(request, body, responses_body.NAMES)
+        whole = self._turn(request, body).whole
+        num_tokens = await self._num_tokens(
+            request, lambda: whole(self._backend.accepted(body)).for_chat(), responses_body.NAMES
+        )
         return JSONResponse({"object": "response.input_tokens", "input_tokens": num_tokens})
 
     async def messages(self, request: HttpRequest, body: MessagesBody) -> Response:
@@ -309,15 +319,21 @@ class Api:
 
     async def count_tokens(self, request: HttpRequest, body: CountTokensBody) -> Response:
         """How many tokens a conversation of Anthropic's form has."""
-        num_tokens = await self._num_tokens(request, body, anthropic_body.NAMES)
+        num_tokens = await self._num_tokens(
+            request, lambda: self._backend.accepted(body).for_chat(), anthropic_body.NAMES
+        )
         return JSONResponse({"input_tokens": num_tokens})
 
+    def _turn(self, request: HttpRequest, body: ResponsesBody) -> ResponseTurn:
+        owner = request.state.owner
+        keeps = body.store is not False
+        return ResponseTurn(self._kept, owner, keeps=keeps, max_bytes=self._backend.max_body)
+
     async def _num_tokens(
-        self, request: HttpRequest, body: ResponsesBody | CountTokensBody, names: FieldNames
+        self, request: HttpRequest, asked: Callable[[], ChatBody], names: FieldNames
     ) -> int:
         def counted() -> int:
-            chat = self._backend.accepted(body).for_chat()
-            return len(self._backend.reader.conversation_ids(chat, names))
+            return len(self._backend.reader.conversation_ids(asked(), names))
 
         return await self._backend.prepared(request, counted)
 

@@ -51,6 +51,11 @@ class Backend:
         self._is_forwarded = is_forwarded
 
     @property
+    def max_body(self) -> int:
+        """The most bytes of a request."""
+        return self._config.max_body
+
+    @property
     def name(self) -> str:
         """The name that answers have."""
         return self.names[0]

@@ -53,6 +53,7 @@ IMAGES = Limit("images of a request", 100, "items", 400, "messages, input")
 IMAGE_BYTES = Limit("files of these images, together", 64 * MIB, "bytes", 400, "messages, input")
 PIXELS = Limit("pixels of these images, together", 1 << 25, "pixels", 400, "messages, input")
 FETCH_S = Limit("time to fetch these images", 10, "s", 400, "messages, input")
+KEPT = Limit("items of responses that are kept for references", 32 * MIB, "bytes", 400, "input")
 # Of structures.
 GRAMMAR = Limit("a grammar in Lark", 128 * KIB, "characters", 400, "grammar")
 GBNF = Limit("a grammar in GBNF", 24 * KIB, "characters", 400, "grammar")

@@ -1,18 +1,17 @@
 """Answers of OpenAI's Responses API for text.
 
-Each request brings its whole conversation; none is stored. An answer has other fields than a chat
-answer, and the events of its stream have names and sequence numbers.
+An answer has other fields than a chat answer, and the events of its stream have names and sequence
+numbers.
 """
 
 from __future__ import annotations
 
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any
 
 from moe_infinity.server.answers import ChatAnswer, sse
-from moe_infinity.server.messages import ToolCall
 from moe_infinity.server.refusals import Refused
 from moe_infinity.server.responses_body import ResponsesBody
 from moe_infinity.server.sequences import Output, Request, TokenText
@@ -27,9 +26,15 @@ class ResponseAnswer(ChatAnswer):
     """
 
     def __init__(
-        self, requests: Sequence[Request], *, asked: ResponsesBody, **settings: Any
+        self,
+        requests: Sequence[Request],
+        *,
+        asked: ResponsesBody,
+        keep: Callable[[dict[str, Any]], None],
+        **settings: Any,
     ) -> None:
         super().__init__(requests, **settings)
+        self._keep = keep  # for later requests, once the answer is whole
         sampling = requests[0].sampling
         self._echoed_fields = asked.echoed_fields() | {
             "temperature": sampling.temperature,
@@ -44,9 +49,9 @@ class ResponseAnswer(ChatAnswer):
         status = self._status
         usage = self.usage()
         is_cut = status == "incomplete"
-        return self._response(
+        response = self._response(
             status,
-            output=[self._item(status), *map(self._call, self._messages[0].message.calls)],
+            output=[self._item(status), *self._calls()],
             incomplete_details={"reason": "max_output_tokens"} if is_cut else None,
             usage={
                 "input_tokens": usage["prompt_tokens"],
@@ -56,6 +61,8 @@ class ResponseAnswer(ChatAnswer):
                 "total_tokens": usage["total_tokens"],
             },
         )
+        self._keep(response)
+        return response
 
     def first_chunks(self) -> list[str]:
         begun = self._response("in_progress")
@@ -105,15 +112,18 @@ class ResponseAnswer(ChatAnswer):
             self._named("response.output_item.done", output_index=output_index, item=call),
         ]
 
-    def _call(self, call: ToolCall) -> dict[str, Any]:
-        return {
-            "type": "function_call",
-            "id": call.id.replace("call_", "fc_"),
-            "call_id": call.id,
-            **self._names.get(call.name, {"name": call.name}),
-            "arguments": call.arguments,
-            "status": "completed",
-        }
+    def _calls(self) -> list[dict[str, Any]]:
+        return [
+            {
+                "type": "function_call",
+                "id": f"{self._id.replace('resp_', 'fc_')}{at}",
+                "call_id": call.id,
+                **self._names.get(call.name, {"name": call.name}),
+                "arguments": call.arguments,
+                "status": "completed",
+            }
+            for at, call in enumerate(self._messages[0].message.calls)
+        ]
 
     def error_chunk(self, refused: Refused) -> str:
         """The event that ends a stream with an error.

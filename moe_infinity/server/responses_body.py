@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from itertools import chain
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import Discriminator, Field, Tag
 
 from moe_infinity.server.chat import (
     ChatBody,
@@ -18,7 +18,7 @@ from moe_infinity.server.chat import (
     require_readable,
 )
 from moe_infinity.server.efforts import BUDGETS, BudgetTokens, StatedEffort
-from moe_infinity.server.fields import NOT_KEPT, Body, Items, ToolOfType, refused_field, short
+from moe_infinity.server.fields import Body, Items, ToolOfType, refused_field, short
 from moe_infinity.server.functions import AllowedTools
 from moe_infinity.server.limits import LOGPROBS, MESSAGES, METADATA
 from moe_infinity.server.parts import Part
@@ -172,11 +172,10 @@ class OtherItem(Body):
 
 
 class ItemReference(Body):
-    type: Literal["item_reference"] = "item_reference"
+    """The id of an item of an earlier answer. `kept` puts the item in its place."""
 
-    @model_validator(mode="after")
-    def _refuse(self) -> ItemReference:
-        raise BadRequest(f"{NOT_KEPT}, not a reference to an item", param="input")
+    type: Literal["item_reference"] = "item_reference"
+    id: str
 
     def for_chat(self) -> None:
         return None
@@ -290,6 +289,7 @@ class ResponsesBody(SampledBody):
     tools: Items[ToolOrNamespace] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedChoice | AllowedChoice | None = None
     stream_options: EventOptions | None = None
+    previous_response_id: str | None = None  # `kept` puts its items in front of the input
     metadata: (
         Annotated[dict[MetadataKey, MetadataValue], Field(max_length=METADATA.most)] | None
     ) = None
@@ -365,10 +365,10 @@ class ResponsesBody(SampledBody):
             "max_output_tokens": self.max_output_tokens,
             "metadata": self.metadata or {},
             "parallel_tool_calls": self.parallel_tool_calls is not False,
-            "previous_response_id": None,
+            "previous_response_id": self.previous_response_id,
             "reasoning": reasoning,
             "service_tier": "default",
-            "store": False,
+            "store": self.store is not False,
             "text": {"format": text_format.model_dump(by_alias=True)},
             "tool_choice": choice.model_dump(exclude_none=True)
             if isinstance(choice, Body)

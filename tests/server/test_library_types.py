@@ -146,7 +146,7 @@ CASES: dict[str, tuple[Any, type[Any], Callable[[Any], dict[str, Any]], set[str]
         ResponseInputItemParam,
         ResponsesBody,
         lambda item: {"input": [SAID, item, SAID]},
-        {"item_reference"},
+        set(),
     ),
     "tools of responses": (
         ToolParam,

@@ -1,0 +1,143 @@
+"""What was said in the Responses API can be named by a later request."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import pytest
+
+from moe_infinity.server.kept import KeptTexts, ResponseTurn
+from moe_infinity.server.responses_body import ResponsesBody
+from tests.server.serving import serving
+
+GREEDY = {"temperature": 0, "max_output_tokens": 6}
+
+
+def ask(server, key: str = "", **body: Any) -> httpx.Response:
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    url = f"{server.url}/v1/responses"
+    return httpx.post(url, json=GREEDY | body, headers=headers, timeout=60)
+
+
+def said(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def text_of(answer: httpx.Response) -> str:
+    assert answer.status_code == 200, answer.text
+    return answer.json()["output"][0]["content"][0]["text"]
+
+
+def tokens_of(answer: httpx.Response) -> int:
+    assert answer.status_code == 200, answer.text
+    return answer.json()["usage"]["input_tokens"]
+
+
+@pytest.fixture
+def first(server) -> dict[str, Any]:
+    return ask(server, input=[said("w5 w6")]).json()
+
+
+def test_an_item_that_is_named_is_as_if_it_were_sent(server, first):
+    (item,) = first["output"]
+    more = said("w9")
+    whole = ask(server, input=[said("w5 w6"), item, more])
+    named = {"type": "item_reference", "id": item["id"]}
+    for reference in (named, {"id": item["id"]}):
+        answer = ask(server, input=[said("w5 w6"), reference, more])
+        assert (tokens_of(answer), text_of(answer)) == (tokens_of(whole), text_of(whole))
+
+
+@pytest.mark.parametrize("more", ["w9", [said("w9")]])
+def test_an_answer_that_is_named_brings_all_that_was_before_it(server, first, more):
+    second = ask(server, input=more, previous_response_id=first["id"])
+    third = ask(server, input="w7", previous_response_id=second.json()["id"])
+    assert third.json()["previous_response_id"] == second.json()["id"]
+    conversation = [
+        *(said("w5 w6"), *first["output"]),
+        *(said("w9"), *second.json()["output"]),
+        said("w7"),
+    ]
+    whole = ask(server, input=conversation)
+    assert (tokens_of(third), text_of(third)) == (tokens_of(whole), text_of(whole))
+    counted = httpx.post(
+        f"{server.url}/v1/responses/input_tokens",
+        json={"input": more, "previous_response_id": first["id"]},
+        timeout=60,
+    )
+    assert counted.json()["input_tokens"] == tokens_of(second)
+
+
+def test_instructions_are_of_one_request_only(server):
+    first = ask(server, input="w5", instructions="w8 w8 w8")
+    second = ask(server, input="w9", previous_response_id=first.json()["id"])
+    whole = ask(server, input=[said("w5"), *first.json()["output"], said("w9")])
+    assert tokens_of(second) == tokens_of(whole)
+
+
+def test_an_answer_of_a_stream_is_kept_too(server):
+    body = GREEDY | {"input": "w5", "stream": True}
+    events = httpx.post(f"{server.url}/v1/responses", json=body, timeout=60).text
+    id_ = events.partition('"id": "')[2].partition('"')[0]
+    assert ask(server, input="w9", previous_response_id=id_).status_code == 200
+
+
+def test_a_call_that_is_named_gets_its_result():
+    """Also where ids of calls are those of the model, which come again in each conversation."""
+    kept = KeptTexts()
+    call = {"type": "function_call", "id": "fc_1", "call_id": "functions.w88:0", "name": "w88"}
+    result = {"type": "function_call_output", "call_id": "functions.w88:0", "output": "w7"}
+    first = ResponseTurn(kept, "", keeps=True, max_bytes=10_000)
+    first.whole(ResponsesBody.model_validate({"input": "w5"}))
+    first.end({"id": "resp_1", "output": [call]})
+    whole = ResponsesBody.model_validate({"input": [said("w5"), call, result]}).for_chat()
+    by_answer = {"input": [result], "previous_response_id": "resp_1"}
+    by_item = {"input": [said("w5"), {"type": "item_reference", "id": "fc_1"}, result]}
+    for body in (by_answer, by_item):
+        turn = ResponseTurn(kept, "", keeps=False, max_bytes=10_000)
+        named = turn.whole(ResponsesBody.model_validate(body)).for_chat()
+        assert [m.for_template() for m in named.messages] == [
+            m.for_template() for m in whole.messages
+        ]
+
+
+def test_nothing_is_kept_where_the_client_says_so(server):
+    first = ask(server, input="w5", store=False).json()
+    assert first["store"] is False
+    answer = ask(server, input="w9", previous_response_id=first["id"])
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"]) == (400, "previous_response_not_found")
+    reference = {"type": "item_reference", "id": first["output"][0]["id"]}
+    error = ask(server, input=[reference, said("w9")]).json()["error"]
+    assert error["param"] == "input"
+    assert "send the whole conversation" in error["message"]
+
+
+def test_what_one_key_said_is_not_there_for_another(moe):
+    with serving(moe, api_key=["one", "two"]) as server:
+        first = ask(server, "one", input="w5").json()
+        for key, status in (("one", 200), ("two", 400)):
+            answer = ask(server, key, input="w9", previous_response_id=first["id"])
+            assert answer.status_code == status
+
+
+def test_a_conversation_that_is_named_is_no_larger_than_a_body(moe):
+    with serving(moe, max_body=1000) as server:
+        first = ask(server, input="w5 " * 150).json()
+        second = ask(server, input="w5 " * 150, previous_response_id=first["id"])
+        answer = ask(server, input="w9", previous_response_id=second.json()["id"])
+    assert (answer.status_code, answer.json()["error"]["param"]) == (413, "previous_response_id")
+
+
+def test_texts_leave_in_the_order_of_their_last_use():
+    kept = KeptTexts(10)
+    kept.put("a", "1", "xxxx")
+    kept.put("a", "2", "xxxx")
+    kept.put("a", "2", "yyyyyy")  # in place of the one before
+    assert kept.get("a", "1") == "xxxx"
+    kept.put("a", "3", "z")
+    assert [kept.get("a", each) for each in "123"] == ["xxxx", None, "z"]
+    assert kept.get("b", "1") is None
+    kept.put("a", "4", "x" * 11)  # more than there is room for
+    assert [kept.get("a", each) for each in "134"] == [None, None, None]
