@@ -21,6 +21,17 @@ LIBRARIES: dict[str, tuple[str, str, str, tuple[str, ...]]] = {
     "openai (Node), responses": ("javascript", "openai.mjs", "responses", ALL),
     "@anthropic-ai/sdk": ("javascript", "anthropic.mjs", "messages", ALL),
     "AI SDK": ("javascript", "ai_sdk.mjs", "chat", ALL),
+    "AI SDK, responses": ("javascript", "ai_sdk.mjs", "responses", ALL),
+    "AI SDK, messages": ("javascript", "ai_sdk.mjs", "messages", ALL),
+    "LangChain (JS)": ("langchain-js", "langchain.mjs", "chat", ALL),
+    "LangChain (JS), responses": ("langchain-js", "langchain.mjs", "responses", ALL),
+    "LangChain (JS), messages": ("langchain-js", "langchain.mjs", "messages", ALL),
+    "LangChain (JS), Ollama": (
+        "langchain-js",
+        "langchain.mjs",
+        "ollama",
+        ("plain", "stream", "structured", "cancel"),
+    ),
     "ollama (JS)": (
         "javascript",
         "ollama.mjs",

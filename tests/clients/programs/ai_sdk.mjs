@@ -1,10 +1,16 @@
-// The AI SDK with its provider for servers of OpenAI's API.
+// The AI SDK with its providers for OpenAI, for servers of OpenAI's API, and for Anthropic.
+import { createAnthropic } from "@ai-sdk/anthropic";
+import { createOpenAI } from "@ai-sdk/openai";
 import { createOpenAICompatible } from "@ai-sdk/openai-compatible";
 import { generateObject, generateText, stepCountIs, streamText, tool } from "ai";
 import { z } from "zod";
-import { check, long, model as name, prompt, run, v1 } from "./common.mjs";
+import { api, check, long, model as name, prompt, run, v1 } from "./common.mjs";
 
-const provider = createOpenAICompatible({ name: "moe-infinity", baseURL: v1, supportsStructuredOutputs: true });
+const provider = {
+  chat: createOpenAICompatible({ name: "moe-infinity", baseURL: v1, supportsStructuredOutputs: true }),
+  responses: createOpenAI({ baseURL: v1, apiKey: "none" }),
+  messages: createAnthropic({ baseURL: v1, apiKey: "none" }),
+}[api];
 const given = { model: provider(name), prompt, maxRetries: 0 };
 const weather = tool({
   description: "The weather of a city",
@@ -13,7 +19,15 @@ const weather = tool({
 });
 
 await run({
-  plain: async () => check((await generateText(given)).finishReason === "stop", "an answer"),
+  plain: async () => {
+    const { prompt: content, ...rest } = given;
+    const messages = [{ role: "user", content }];
+    for (let turn = 0; turn < 3; turn += 1) {
+      const answer = await generateText({ ...rest, messages });
+      check(answer.finishReason === "stop", "an answer");
+      messages.push(...answer.response.messages, { role: "user", content });
+    }
+  },
   stream: async () => {
     let pieces = 0;
     for await (const text of streamText(given).textStream) pieces += text ? 1 : 0;
