@@ -20,7 +20,8 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from moe_infinity.errors import UnsupportedModelError
-from moe_infinity.kernels.kv_layers import GROWING, WINDOWS
+from moe_infinity.kernels.cpu.decoder_steps import Cached
+from moe_infinity.kernels.kv_layers import GROWING, WINDOWS, kind_of
 
 BUFFERS = "_moe_infinity_buffers"  # an attribute of cache layers
 MIN_ROOM = 256  # tokens
@@ -141,6 +142,34 @@ def _widened(x_BGNd: Tensor, capacity: int) -> Tensor:
     wide = torch.empty(shape, dtype=x_BGNd.dtype, device=x_BGNd.device)
     wide[:, :, :num_tokens] = x_BGNd
     return wide
+
+
+class KeysAndValues:
+    """How the kernel reaches the keys and values that one layer has in a cache."""
+
+    def __init__(self, kind: str) -> None:
+        """`kind` is that of the numbers in the cache."""
+        self._kind = kind
+
+    def fits(self, cache_layer: Any, x: Tensor, mask: Tensor | None) -> bool:
+        """Return True if the kernel can go on with its keys and values."""
+        if not can_grow(cache_layer) or len(cache_layer.keys) != len(x):
+            return False
+        mask_shape = len(x), 1, 1, cache_layer.keys.shape[2] + 1
+        return (mask is None or mask.shape == mask_shape) and kind_of(cache_layer) == self._kind
+
+    def open(self, cache_layer: Any) -> Cached:
+        """Return the keys and values, with room for a token."""
+        return Cached(*with_room(cache_layer))
+
+    def add_token(self, cache_layer: Any) -> None:
+        """Let the layer have the token that was written, see `open`."""
+        add_token(cache_layer)
+
+    def mark(self, cache_layer: Any) -> Tensor:
+        """Return a tensor that is another one after each token."""
+        keys: Tensor = cache_layer.keys
+        return keys
 
 
 def _version(x: Tensor) -> int:

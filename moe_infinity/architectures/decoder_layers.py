@@ -8,8 +8,9 @@ of two paths through them:
                    v                                             v
                  LayersAhead.run                               DecoderSteps.attend
                    | one call of machine code                    | one call: norms, attention,
-                   | computes layers 0 to n,                     | residual, the router's choice
-                   | experts included                            v
+                   | computes layers 0 to n,                     | residual, the router's choice,
+                   | experts included                            | a shared expert
+                   |                                             v
                    v                                           the model's block of experts
                  answers 0 to n                                  |
                    | answer 0 is returned,                       v
@@ -20,13 +21,13 @@ of two paths through them:
                    |                                           load, hold, compute, release
                    v                                             |
                  each tells the engine which                     v
-                 experts it activated                          residual + the experts' sum
+                 experts it activated                          residual + the experts' sum + shared
 
 Both paths give the same bits. All longer inputs run the layer's own code, and so does a call with
 arguments that are not known here, or to modules that were changed or are watched (module_state.py).
 
-decoder_search.py finds which layers the kernel can compute: one of each kind is tried when the
-model is loaded.
+decoder_search.py and block_search.py find which layers the kernel can compute: one of each kind is
+tried when the model is loaded.
 """
 
 from __future__ import annotations
@@ -41,18 +42,17 @@ from moe_infinity.architectures.answered_ahead import AnsweredAhead, TensorVersi
 from moe_infinity.architectures.attention_inputs import (
     CACHE_NAMES,
     Angles,
-    add_token,
+    KeysAndValues,
     cache_in,
-    can_grow,
     takes_as_stock,
-    with_room,
 )
-from moe_infinity.architectures.decoder_search import LayerKind, described, dtype_of
+from moe_infinity.architectures.block_search import described_router
+from moe_infinity.architectures.decoder_search import LayerKind, dtype_of
 from moe_infinity.architectures.early_router import EarlyRouter
 from moe_infinity.architectures.model_parts import (
-    ATTENTION,
     NORM,
     RESIDUAL_NORM,
+    attention_of,
     experts_of,
     feed_forward,
     router_of,
@@ -60,9 +60,9 @@ from moe_infinity.architectures.model_parts import (
 from moe_infinity.architectures.module_state import ModuleState, stock_forward
 from moe_infinity.architectures.trial import Found
 from moe_infinity.experts import Ints
-from moe_infinity.kernels.cpu.decoder import DecoderKernel
-from moe_infinity.kernels.cpu.decoder_steps import Attended, Cached, DecoderSteps
-from moe_infinity.kernels.kv_layers import kind_of
+from moe_infinity.kernels.cpu.decoder import DecoderKernel, LinearAttention
+from moe_infinity.kernels.cpu.decoder_steps import Attended, DecoderSteps
+from moe_infinity.kernels.cpu.delta_states import DeltaStates
 from moe_infinity.kernels.residents import Residents
 
 MOST_SEQUENCES = 64  # of a step
@@ -78,29 +78,38 @@ class DecoderLayer:
         self,
         layer: nn.Module,
         kind: LayerKind,
-        angles: Angles,
+        angles: Angles | None,
         early_router: EarlyRouter | None,
         *,
         kv_dtype: str,
         may_follow: bool,
     ) -> None:
-        """`may_follow`: the layer directly follows the one before it, with the same arguments."""
+        """Linear attention has no `angles`. `may_follow`: the layer directly follows the one before
+        it, with the same arguments.
+        """
         block = feed_forward(layer)
-        attention = kind.attention
         gate = kind.gate.path if isinstance(kind.gate, Found) else None
-        self.kernel = DecoderKernel(
-            described(layer, attention.rotated, attention.pairs, gate), dtype_of(layer), kv_dtype
-        )
+        shared = kind.shared_expert.path if isinstance(kind.shared_expert, Found) else None
+        chooses = None if gate is None else described_router(block, gate, shared)
+        described = kind.attention.describe(layer, chooses)
+        self.kernel = DecoderKernel(described, dtype_of(layer), kv_dtype)
+        self._cache: KeysAndValues | DeltaStates
+        if isinstance(described, LinearAttention):
+            self._cache = DeltaStates(described.shape)
+        else:
+            self._cache = KeysAndValues(self.kernel.cache_kind)
         self.angles = angles
-        self.may_follow = may_follow
-        self._experts = experts_of(block) if isinstance(kind.experts_alone, Found) else None
+        # Of a batch the model may make other masks than of one sequence.
+        self._may_follow = {False: may_follow, True: may_follow}
+        # None: kernels do not know all that follows the attention.
+        self.experts = experts_of(block) if isinstance(kind.shared_expert, Found) else None
         self._early_router = early_router
         self.layer = layer
-        self._attention = getattr(layer, ATTENTION)
+        self._attention = attention_of(layer)
         self._block = block
         self._stock = stock_forward(layer)
         router = router_of(block)
-        self._router = KnownRouting(router) if gate is not None and router is not None else None
+        self._router = KnownRouting(router) if chooses is not None and router is not None else None
 
     def connect(self, number: int, steps: DecoderSteps, ahead: LayersAhead) -> None:
         """Become the forward method of layer `number` of the steps. All else that we change of the
@@ -113,7 +122,7 @@ class DecoderLayer:
         if self._router is not None:
             self._router.connect()
         self._state = self.state_of([self])
-        if self._experts is not None:
+        if self.experts is not None:
             self._block_state = ModuleState(self._block.modules(), ours=self._early_router)
 
     @staticmethod
@@ -121,8 +130,9 @@ class DecoderLayer:
         """Return the state of what kernels replace of these layers, with or without what follows
         the attention.
         """
-        names = ATTENTION, NORM, RESIDUAL_NORM
-        parts = [layer.layer.get_submodule(name) for layer in layers for name in names]
+        parts = [layer._attention for layer in layers]
+        names = NORM, RESIDUAL_NORM
+        parts += [layer.layer.get_submodule(name) for layer in layers for name in names]
         parts += [layer._block for layer in layers if with_blocks]
         return ModuleState(
             (module for part in parts for module in part.modules()),
@@ -145,11 +155,13 @@ class DecoderLayer:
 
     def _with_block(self, x: Tensor, cache_layer: Any, kwargs: dict[str, Any]) -> Tensor:
         """Compute by the kernel up to the experts, then by these or the block around them."""
-        cached = Cached(*with_room(cache_layer))
-        angles = self.angles.of(kwargs["position_embeddings"])
-        mask = self.angles.mask_of(kwargs.get("attention_mask"), cached.keys.shape[2])
+        cached = self._cache.open(cache_layer)
+        angles = mask = None
+        if self.angles is not None:
+            angles = self.angles.of(kwargs["position_embeddings"])
+            mask = self.angles.mask_of(kwargs.get("attention_mask"), cached.num_tokens)
         attended = self._steps.attend(self._number, x[:, 0], angles, cached, mask)
-        add_token(cache_layer)
+        self._cache.add_token(cache_layer)
         residual = attended.residual[:, None]
         if self._early_router is not None:
             self._early_router.note_residual(residual)
@@ -157,13 +169,15 @@ class DecoderLayer:
 
     def _after_attention(self, attended: Attended) -> Tensor:
         """[B, 1, D]: what the block of experts adds. Its own code runs unless it is no more than
-        the router, whose choice is known, and experts.
+        the router, whose choice is known, experts, and a shared expert, whose output is known.
         """
         if self._router is not None:
-            if self._experts is not None and self._change_of_block() is None:
-                added = self._experts(
+            if self.experts is not None and self._change_of_block() is None:
+                added = self.experts(
                     attended.normed, attended.top_k_index_BK, attended.top_k_weights_BK
                 )
+                if attended.shared_BD.numel():
+                    added = added + attended.shared_BD.to(added.dtype)
                 return added[:, None]
             self._router.expect(attended)
         out = self._block(attended.normed[:, None])
@@ -188,11 +202,21 @@ class DecoderLayer:
         if not is_for_kernel:
             return None
         cache_layer = cache.layers[index]
-        if not can_grow(cache_layer) or len(cache_layer.keys) != len(x):
-            return None
-        mask = kwargs.get("attention_mask")
-        fits = mask is None or mask.shape == (len(x), 1, 1, cache_layer.keys.shape[2] + 1)
-        return cache_layer if fits and kind_of(cache_layer) == self.kernel.cache_kind else None
+        fits = self._cache.fits(cache_layer, x, kwargs.get("attention_mask"))
+        return cache_layer if fits else None
+
+    @property
+    def cache(self) -> KeysAndValues | DeltaStates:
+        """How the kernel reaches the layer's part of a cache."""
+        return self._cache
+
+    def may_follow(self, x: Tensor) -> bool:
+        """Return True if the layer is expected to get the arguments of the layer before it."""
+        return self._may_follow[len(x) > 1]
+
+    def note_other_arguments(self, x: Tensor) -> None:
+        """Expect other arguments from now on, for one sequence or for several."""
+        self._may_follow[len(x) > 1] = False
 
     def changes(self) -> tuple[str | None, str | None, str | None]:
         """Return what is different from when the model was loaded, of the layer around its block,
@@ -202,28 +226,23 @@ class DecoderLayer:
         return self._state.change(), router, self._change_of_block()
 
     def _change_of_block(self) -> str | None:
-        return None if self._experts is None else self._block_state.change()
+        return None if self.experts is None else self._block_state.change()
 
     @property
     def is_as_loaded(self) -> bool:
         """True if nothing of the layer is different from when the model was loaded."""
         return self._state.change() is None and self._change_of_block() is None
 
-    @property
-    def has_experts_alone(self) -> bool:
-        """True if no more than a router and experts follows the attention."""
-        return self._experts is not None
-
     def residents(self) -> Residents | None:
         """Return the layer's experts, if those of all layers are in memory and none has to leave.
-        None also if more than router and experts follows the attention.
+        None also if kernels do not know all that follows the attention.
         """
-        return None if self._experts is None else self._experts.residents()
+        return None if self.experts is None else self.experts.residents()
 
     def note(self, top_k_index_TK: Ints) -> None:
         """Tell the engine that the residents were computed for these tokens."""
-        assert self._experts is not None
-        self._experts.note(top_k_index_TK)
+        assert self.experts is not None
+        self.experts.note(top_k_index_TK)
 
 
 class KnownRouting:
@@ -269,7 +288,7 @@ class _Answer(NamedTuple):
 
     kwargs: dict[str, Any]
     cache_layer: Any
-    keys: Tensor  # of the cache layer, to which a token is added
+    mark: Tensor  # of the cache layer, to which a token is added
     out: Tensor
     top_k_index_BK: Ints
 
@@ -286,8 +305,8 @@ class LayersAhead:
         self._answers: AnsweredAhead[int, _Answer] = AnsweredAhead()
         for number, layer in enumerate(layers):
             layer.connect(number, steps, self)
-        alone = [layer for layer in layers if layer.has_experts_alone]
-        self._state = DecoderLayer.state_of(alone, with_blocks=True) if alone else None
+        known = [layer for layer in layers if layer.experts is not None]
+        self._state = DecoderLayer.state_of(known, with_blocks=True) if known else None
 
     def take(self, number: int, x: Tensor, kwargs: dict[str, Any]) -> Tensor | None:
         """Return the output of layer `number`; None if it was not computed for these arguments. If
@@ -298,9 +317,10 @@ class LayersAhead:
             return None
         is_same = kwargs.keys() == answer.kwargs.keys()
         if not is_same or any(kwargs[name] is not answer.kwargs[name] for name in kwargs):
-            self._layers[number].may_follow = False
+            self._layers[number].note_other_arguments(x)
             return None
-        return self._enter(number, answer) if answer.keys is answer.cache_layer.keys else None
+        mark = self._layers[number].cache.mark(answer.cache_layer)
+        return self._enter(number, answer) if answer.mark is mark else None
 
     def run(self, number: int, x: Tensor, kwargs: dict[str, Any]) -> Tensor | None:
         """Return the output of layer `number`, and compute all that follow as far as possible. None
@@ -310,19 +330,19 @@ class LayersAhead:
         residents, cache_layers = self._reach(number, x, kwargs)
         if not residents:
             return None
-        cached = [Cached(*with_room(cache_layer)) for cache_layer in cache_layers]
-        angles = self._layers[number].angles
-        outs, routings = self._steps.run(
-            number,
-            x[:, 0],
-            angles.of(kwargs["position_embeddings"]),
-            cached,
-            angles.mask_of(kwargs.get("attention_mask"), cached[0].keys.shape[2]),
-            residents,
-        )
+        layers = self._layers[number : number + len(residents)]
+        cached = [layer.cache.open(own) for layer, own in zip(layers, cache_layers, strict=True)]
+        angles = mask = None
+        shared = next((layer.angles for layer in layers if layer.angles is not None), None)
+        if shared is not None:
+            angles = shared.of(kwargs["position_embeddings"])
+            mask = shared.mask_of(kwargs.get("attention_mask"), cached[0].num_tokens)
+        outs, routings = self._steps.run(number, x[:, 0], angles, cached, mask, residents)
         answers = [
-            _Answer(kwargs, cache_layer, cache_layer.keys, out[:, None], top_k_index_BK)
-            for cache_layer, out, top_k_index_BK in zip(cache_layers, outs, routings, strict=True)
+            _Answer(kwargs, own, layer.cache.mark(own), out[:, None], top_k_index_BK)
+            for layer, own, out, top_k_index_BK in zip(
+                layers, cache_layers, outs, routings, strict=True
+            )
         ]
         for i in range(1, len(answers)):
             self._answers.put(number + i, answers[i - 1].out, answers[i])
@@ -336,10 +356,10 @@ class LayersAhead:
         cache_layers: list[Any] = []
         if x.is_inference() or torch.is_inference_mode_enabled():  # a change would not be noticed
             return residents, cache_layers
+        angles = self._layers[number].angles
         for layer in self._layers[number:]:
-            joins = not residents or (
-                layer.may_follow and layer.angles is self._layers[number].angles
-            )
+            angles = angles or layer.angles
+            joins = not residents or (layer.may_follow(x) and layer.angles in (None, angles))
             experts = layer.residents() if joins else None
             cache_layer = None if experts is None else layer.cache_layer(x, kwargs)
             if experts is None or cache_layer is None:
@@ -355,5 +375,5 @@ class LayersAhead:
     def _enter(self, number: int, answer: _Answer) -> Tensor:
         """Return an answer, and let cache and engine know that its layer was computed."""
         self._layers[number].note(answer.top_k_index_BK)
-        add_token(answer.cache_layer)
+        self._layers[number].cache.add_token(answer.cache_layer)
         return answer.out

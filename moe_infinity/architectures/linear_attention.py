@@ -1,160 +1,99 @@
 """Linear attention with the gated delta rule on a CPU, in steps of one new token of each sequence:
-that of Qwen3-Next and Qwen3.5. Between its linear layers, which are called as before, one call of
-kernels/cpu/delta_rule.py computes what the module's own code would.
+that of Qwen3-Next and Qwen3.5. kernels/cpu/delta_rule.py computes it as a part of a decoder layer.
 
-One module of each kind is tried when the model is loaded (trial.py). All longer inputs run the
-module's own code, and so does a call with arguments that are not known here, or to modules that
-were changed or are watched (module_state.py).
+One layer of each kind is tried when the model is loaded (trial.py). All longer inputs run the
+layer's own code, see decoder_layers.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import DynamicCache
 from transformers.cache_utils import LinearAttentionLayer
 
-from moe_infinity.architectures.attention_inputs import takes_as_stock
-from moe_infinity.architectures.decoder_layers import MOST_SEQUENCES
-from moe_infinity.architectures.decoder_search import plain_attributes
-from moe_infinity.architectures.module_state import ModuleState, replace_forward, stock_forward
-from moe_infinity.architectures.trial import (
-    Differs,
-    FellBack,
-    Found,
-    Trial,
-    Verdict,
-    is_close,
-    path_taken,
-    verdict,
+from moe_infinity.architectures.attention_search import LayerTrial, norms_of
+from moe_infinity.architectures.model_parts import (
+    Linear,
+    ReorderedLinear,
+    attention_of,
+    is_linear,
+    weight_of,
 )
-from moe_infinity.architectures.without_experts import uncompiled
-from moe_infinity.kernels.cpu.delta_rule import DTYPES, DeltaShape, DeltaWeights, delta_step
-from moe_infinity.report import PathTaken
+from moe_infinity.architectures.trial import Differs, Verdict, first_found, is_close, verdict
+from moe_infinity.kernels.cpu.decoder import DecoderKernel, LinearAttention, Router
+from moe_infinity.kernels.cpu.decoder_steps import DecoderSteps, States
+from moe_infinity.kernels.cpu.delta_rule import DTYPES, DeltaShape
+from moe_infinity.kernels.cpu.delta_states import DeltaStates
 
 # The linear layers that go in: each kind of number apart, or those of a head of keys together.
 APART = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
 TOGETHER = ("in_proj_qkvz", "in_proj_ba")
 PARTS = {"conv1d", "norm", "out_proj"}
-CACHE_ARGUMENTS = ("cache", "cache_params")  # since transformers 5.24, and before
 TRIED_TOKENS = 5  # of a prompt, before one more
 
 
-class LinearAttentions:
-    """The linear attentions of a model. Those that the kernel can compute get another forward
-    method.
-    """
+class DeltaProducts(NamedTuple):
+    """The linear layers that go into the gated delta rule."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self._connected: dict[nn.Module, LinearAttention] = {}
-        self._verdicts: dict[nn.Module, Verdict[None]] = {}
-        kinds: dict[Any, Verdict[None]] = {}
-        for module in model.modules():
-            names = products_of(module)
-            if names is not None:
-                key = tuple((type(each), plain_attributes(each)) for each in module.modules())
-                if key not in kinds:
-                    kinds[key] = verdict(partial(_search, module, names))
-                self._verdicts[module] = kinds[key]
-                if isinstance(kinds[key], Found):
-                    self._connected[module] = LinearAttention(module, names)
+    names: tuple[str, ...]
 
-    def paths(self) -> Iterator[PathTaken]:
-        """Yield which path each of them takes, as of now."""
-        for module, found in self._verdicts.items():
-            connected = self._connected.get(module)
-            change = None if connected is None else connected.change()
-            yield path_taken("attention", module, found if change is None else FellBack(change))
+    @property
+    def num_pairs(self) -> int:
+        """No columns are rotated."""
+        return 0
 
-
-class LinearAttention:
-    """The forward method of one module that the kernel can compute."""
-
-    def __init__(self, module: Any, names: tuple[str, ...]) -> None:
-        self._module = module
-        self._names = names
-        self._shape = shape_of(module, names)
-        self._stock = stock_forward(module)
-        replace_forward(module, uncompiled(self.forward))
-        self._state = ModuleState([module.conv1d, module.norm], around=[module])
-
-    def change(self) -> str | None:
-        """Return what is different from when the model was loaded; None if nothing is."""
-        return self._state.change()
-
-    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Compute what the module's own forward method would."""
-        states = None if args else self._states_of(hidden_states, kwargs)
-        if states is None or self.change() is not None:
-            return self._stock(hidden_states, *args, **kwargs)
-        return compute_step(self._module, self._names, self._shape, hidden_states, *states)
-
-    def _states_of(self, x: Tensor, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor] | None:
-        """Return the states of its convolution and of its rule; None for arguments that the kernel
-        does not know.
-        """
-        cache: Any = next((kwargs[name] for name in CACHE_ARGUMENTS if name in kwargs), None)
-        index = self._module.layer_idx
-        is_for_kernel = (
-            x.shape[1] == 1
-            and len(x) <= MOST_SEQUENCES
-            and not torch.is_grad_enabled()
-            and takes_as_stock(cache)
-            and index < len(cache.layers)
-            and kwargs.get("attention_mask") is None
-            and kwargs.get("cu_seq_lens_q") is None
+    def describe(self, layer: nn.Module, router: Router | None = None) -> LinearAttention:
+        """Describe a layer to the kernel. Raises Differs for parts that it does not know."""
+        module: Any = attention_of(layer)
+        linears = [module.get_submodule(name) for name in self.names]
+        shape = shape_of(module, self.names)
+        out, places = _out_of(module.out_proj, shape)
+        convolution = module.conv1d.weight.detach()
+        is_read = convolution.is_contiguous() and convolution.dtype in DTYPES
+        if not all(map(is_linear, linears)) or any(linear.bias is not None for linear in linears):
+            raise Differs("its products are not those that the kernel knows")
+        if convolution.shape != (shape.num_channels, 1, shape.taps) or not is_read:
+            raise Differs("its convolution is not one that the kernel knows")
+        return LinearAttention(
+            products=tuple(map(weight_of, linears)),
+            out=weight_of(out),
+            out_bias=out.bias,
+            router=router,
+            shape=shape,
+            convolution=convolution,
+            convolution_bias=module.conv1d.bias,
+            decay=module.A_log,
+            dt=module.dt_bias,
+            out_norm=module.norm.weight,
+            out_norm_eps=module.norm.variance_epsilon,
+            places=places,
+            **norms_of(layer),
         )
-        return states_in(cache.layers[index], x, self._shape) if is_for_kernel else None
 
 
-def states_in(layer: Any, x: Tensor, shape: DeltaShape) -> tuple[Tensor, Tensor] | None:
-    """Return both states of a layer of the cache if the kernel can go on with them."""
-    if not isinstance(layer, LinearAttentionLayer) or layer.record_past:
-        return None
-    if not layer.has_previous_state[0]:
-        return None
-    window = layer.conv_states[0]
-    state = layer.recurrent_states[0]
-    heads = len(x), shape.num_value_heads, shape.key_width, shape.value_width
-    fits = (
-        state is not None
-        and state.shape == heads
-        and state.dtype == torch.float32
-        and state.is_contiguous()
-        and window.shape[:2] == (len(x), shape.num_channels)
-        and window.shape[2] >= shape.taps - 1
-        and window.dtype == x.dtype
-        and window.dtype in DTYPES
-        and window.is_contiguous()
-    )
-    return (window, state) if fits else None
+def _out_of(module: nn.Module, shape: DeltaShape) -> tuple[Linear, list[int]]:
+    """Return the last linear layer, and where each head of values is in its columns. Raises Differs
+    if columns of a head are apart.
+    """
+    places = [*range(shape.num_value_heads)]
+    if isinstance(module, ReorderedLinear):
+        columns = module.inputs.view(shape.num_value_heads, shape.value_width)
+        if not (columns.diff(dim=1) == 1).all():
+            raise Differs("the columns of a head are apart")
+        places = columns[:, 0].argsort().tolist()
+        module = module.linear
+    if not is_linear(module):
+        raise Differs("its last product is not one that the kernel knows")
+    return module, places
 
 
-def compute_step(
-    module: Any,
-    names: tuple[str, ...],
-    shape: DeltaShape,
-    x: Tensor,
-    window: Tensor,
-    state: Tensor,
-) -> Tensor:
-    """Compute a token of each sequence, [B, 1, D] -> [B, 1, D]. The states are changed in place."""
-    products = torch.cat([getattr(module, name)(x) for name in names], dim=-1)
-    weights = DeltaWeights(
-        convolution=module.conv1d.weight,
-        bias=module.conv1d.bias,
-        decay=module.A_log,
-        dt=module.dt_bias,
-        norm=module.norm.weight,
-        norm_eps=module.norm.variance_epsilon,
-    )
-    out = delta_step(shape, weights, products[:, 0], window, state)
-    result: Tensor = module.out_proj(out.to(x.dtype)[:, None])
-    return result
+def is_delta_rule(module: nn.Module) -> bool:
+    """Return True for modules with the parts of one of the two kinds."""
+    return products_of(module) is not None
 
 
 def products_of(module: nn.Module) -> tuple[str, ...] | None:
@@ -165,65 +104,44 @@ def products_of(module: nn.Module) -> tuple[str, ...] | None:
 
 def shape_of(module: Any, names: tuple[str, ...]) -> DeltaShape:
     """Return the heads of a module, and where its products have them."""
-    num_heads = module.num_k_heads
-    per_head = module.num_v_heads // num_heads
-    key = module.head_k_dim
-    value = per_head * module.head_v_dim
-    sizes = {"query": key, "key": key, "value": value, "z": value, "b": per_head, "a": per_head}
-    groups = [[name] for name in sizes] if names == APART else [[*sizes][:4], [*sizes][4:]]
-    places: dict[str, int] = {}
-    at = 0
-    for group in groups:
-        before = 0
-        for name in group:
-            places |= {name: at + before, f"{name}_step": sum(sizes[n] for n in group)}
-            before += sizes[name]
-        at += num_heads * before
-    return DeltaShape(
-        num_key_heads=num_heads,
-        per_key_head=per_head,
-        key_width=key,
-        value_width=module.head_v_dim,
-        taps=module.conv1d.kernel_size[0],
-        **places,
+    return DeltaShape.of(
+        module.num_k_heads,
+        module.num_v_heads // module.num_k_heads,
+        module.head_k_dim,
+        module.head_v_dim,
+        module.conv1d.kernel_size[0],
+        are_apart=names == APART,
     )
 
 
-def _search(module: Any, names: tuple[str, ...]) -> None:
-    """Run a prompt and one more token by the module's own code, and the token by the kernel, with
-    random products.
-    """
-    shape = shape_of(module, names)
-    stubs: dict[str, nn.Module] = {"out_proj": nn.Identity()}
-    num_products = 0
-    for name in names:
-        stubs[name] = _Columns(num_products, getattr(module, name).out_features)
-        num_products += getattr(module, name).out_features
-    trial = Trial(module, seed=4, stubs=stubs)
-    own = trial.module
-    x = trial.random(2, TRIED_TOKENS + 1, num_products)
+def find_delta_rule(layer: nn.Module) -> Verdict[DeltaProducts]:
+    """Find if the kernel computes what a layer does."""
+    return first_found(
+        verdict(partial(_search, layer, gives_two=gives_two)) for gives_two in (False, True)
+    )
+
+
+def _search(layer: nn.Module, *, gives_two: bool) -> DeltaProducts:
+    """Run a prompt and one more token by the layer's own code, and the token by the kernel."""
+    names = products_of(attention_of(layer))
+    assert names is not None
+    found = DeltaProducts(names)
+    trial = LayerTrial(layer, seed=4, gives_two=gives_two)
+    described = found.describe(trial.module)
+    x = trial.random(2, TRIED_TOKENS + 1, len(described.norm))
     cache = DynamicCache()
-    layer = LinearAttentionLayer()
-    cache.layers = [layer] * (own.layer_idx + 1)
-    forward = type(own).forward
-    forward(own, x[:, :-1], cache)
-    states = states_in(layer, x[:, -1:], shape)
-    if states is None:
+    own = LinearAttentionLayer()
+    module: Any = attention_of(trial.module)
+    cache.layers = [own] * (module.layer_idx + 1)
+    trial.run(x[:, :-1], cache, None, None)
+    access = DeltaStates(described.shape)
+    if not access.fits(own, x[:, -1:], None):
         raise Differs("its states are not those that the kernel knows")
-    window, state = (each.clone() for each in states)
-    wanted = forward(own, x[:, -1:], cache)
-    found = compute_step(own, names, shape, x[:, -1:], window, state)
-    kept = layer.conv_states[0], layer.recurrent_states[0]
-    if not all(map(is_close, (found, window, state), (wanted, *kept))):
+    states = States(*(each.clone() for each in access.open(own)))
+    wanted = *trial.run(x[:, -1:], cache, None, None), *access.open(own)[:2]
+    kernel = DecoderKernel(described, torch.float32)
+    given = DecoderSteps([kernel]).attend(0, x[:, -1].contiguous(), None, states, None)
+    got = *trial.outputs_of(given), states.next_window, states.next_recurrent
+    if not all(map(is_close, got, wanted)):
         raise Differs("the kernel gives other numbers")
-
-
-class _Columns(nn.Module):
-    """A stub for a linear layer, which gives some columns of its input."""
-
-    def __init__(self, first: int, count: int) -> None:
-        super().__init__()
-        self._columns = slice(first, first + count)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x[..., self._columns]
+    return found

@@ -18,6 +18,7 @@ from moe_infinity.layout import PackedWeight
 
 NORM = "input_layernorm"
 ATTENTION = "self_attn"
+LINEAR_ATTENTION = "linear_attn"
 RESIDUAL_NORM = "post_attention_layernorm"
 
 
@@ -61,7 +62,7 @@ class ReorderedLinear(nn.Module):
         self.out_features = linear.out_features
         self.linear = linear
         self._columns = columns
-        self._inputs = columns.argsort()  # which input belongs to each packed column
+        self.inputs = columns.argsort()  # which input belongs to each packed column
 
     @property
     def weight(self) -> Tensor:
@@ -73,7 +74,7 @@ class ReorderedLinear(nn.Module):
         return self.linear.bias
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.linear(x[..., self._inputs])
+        out: Tensor = self.linear(x[..., self.inputs])
         return out
 
 
@@ -114,10 +115,16 @@ def rotations_of(model: nn.Module) -> list[nn.Module]:
     return [m for m in model.modules() if hasattr(m, "inv_freq") and not list(m.children())]
 
 
+def attention_of(layer: nn.Module) -> nn.Module:
+    """Return the child of a decoder layer that looks at earlier tokens."""
+    children = dict(layer.named_children())
+    return children[ATTENTION if ATTENTION in children else LINEAR_ATTENTION]
+
+
 def feed_forward(layer: nn.Module) -> nn.Module:
     """Return the child of a decoder layer that computes after attention."""
-    names = {name for name, _ in layer.named_children()} - {NORM, ATTENTION, RESIDUAL_NORM}
-    (name,) = names
+    others = {NORM, ATTENTION, LINEAR_ATTENTION, RESIDUAL_NORM}
+    (name,) = {name for name, _ in layer.named_children()} - others
     module: nn.Module = layer.get_submodule(name)
     return module
 

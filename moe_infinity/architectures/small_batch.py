@@ -4,7 +4,6 @@ exact=True does not use them, since their bits are not those of transformers.
     layers            decoder_layers.py, those that decoder_search.py finds
     linear layers     kernels/cpu/linear.py, those that are given the same tensor together
     attention         kernels/cpu/attention.py, in layers that were not found
-    linear attention  linear_attention.py, where a kernel knows it
     convolutions      kernels/cpu/convolution.py, depthwise ones, for inputs of any length
     threads           kernels have them all, torch has one; see kernels/cpu/team.py
 
@@ -36,7 +35,6 @@ from moe_infinity.architectures.decoder_search import (
     unusual_part,
 )
 from moe_infinity.architectures.early_router import EarlyRouter
-from moe_infinity.architectures.linear_attention import LinearAttentions
 from moe_infinity.architectures.model_parts import (
     Linear,
     PackedLinear,
@@ -78,7 +76,6 @@ class SmallBatchSteps:
                 convolutions = DepthwiseConvolutions().around(stock_forward(module))
                 replace_forward(module, uncompiled(convolutions))
         _wrap_sdpa()
-        self._linear_attentions = LinearAttentions(model)
         self._layers.connect()
         stock = stock_forward(model)
 
@@ -98,7 +95,6 @@ class SmallBatchSteps:
     def paths(self) -> Iterator[PathTaken]:
         """Yield which path each layer, router and block of experts takes, as of now."""
         yield from self._layers.paths()
-        yield from self._linear_attentions.paths()
 
     def close(self) -> None:
         """Give the model its own forward method back."""
@@ -139,11 +135,11 @@ class KernelLayers:
         angles: dict[int, Angles] = {}
         before = ""
         for layer, kind in kinds.items():
-            num_pairs = kind.attention.rotated // 2
+            num_pairs = kind.attention.num_pairs
             self._connected[layer] = DecoderLayer(
                 layer,
                 kind,
-                angles.setdefault(num_pairs, Angles(num_pairs)),
+                angles.setdefault(num_pairs, Angles(num_pairs)) if num_pairs else None,
                 early_router,
                 kv_dtype=self._kv_dtype,
                 may_follow=bool(before) and names[layer] == _next_name(before),
@@ -169,7 +165,7 @@ class KernelLayers:
             block = feed_forward(layer)
             if (router := router_of(block)) is not None:
                 yield path_taken("router", router, _unless(of_router, verdict.path.gate))
-                yield path_taken("block", block, _unless(of_block, verdict.path.experts_alone))
+                yield path_taken("block", block, _unless(of_block, verdict.path.shared_expert))
 
 
 def _unless(change: str | None, verdict: Verdict[Any]) -> Verdict[Any]:

@@ -13,11 +13,8 @@ from torch import Tensor, nn
 
 from moe_infinity import MoE
 from moe_infinity.architectures.adapters import CALL_ATTRIBUTE
-from moe_infinity.architectures.decoder_search import (
-    find_attention,
-    find_experts_alone,
-    find_gate,
-)
+from moe_infinity.architectures.attention_search import find_attention
+from moe_infinity.architectures.block_search import find_gate, find_shared_expert
 from moe_infinity.architectures.small_batch import KernelLayers
 from moe_infinity.architectures.trial import FellBack, Found
 from tests.architectures.test_decoder_layers import saved
@@ -62,14 +59,14 @@ def test_modules_that_fail_in_a_trial_compute_by_their_own_code(tmp_path, part):
     block = model.model.layers[0].mlp
     setattr(block.experts, CALL_ATTRIBUTE, object())
     assert isinstance(find_gate(block.gate), Found)
-    assert find_experts_alone(block) == Found(None)
+    assert find_shared_expert(block) == Found(None)
 
     def fail(*_: Any) -> None:
         raise ValueError("wants something else")
 
     vars(block if part == "block" else block.gate)["forward"] = fail
     error = FellBack("on trial it raised ValueError: wants something else")
-    assert find_experts_alone(block) == error
+    assert find_shared_expert(block) == error
     if part == "router":
         assert find_gate(block.gate) == error
     else:
@@ -112,7 +109,6 @@ def test_report_says_which_path_each_module_takes_and_why(tmp_path):
 @pytest.mark.parametrize(
     ("name", "class_name", "reason"),
     [
-        ("Qwen2Moe", "Qwen2MoeSparseMoeBlock", "more than a router and experts follows attention"),
         ("Glm4Moe", "Glm4MoeTopkRouter", "it does not choose the experts with the largest logits"),
         ("GptOss", "GptOssExperts", "kernels do not read its weights"),
         ("DeepseekV2", "DeepseekV2DecoderLayer", "self_attn has no linear layer q_proj"),

@@ -1,5 +1,5 @@
-"""Decode steps of linear attention: the kernel gives what the module gives, and stands back where
-it cannot know that.
+"""Decode steps of layers with linear attention: the kernel gives what their code gives, and stands
+back where it cannot know that.
 """
 
 from __future__ import annotations
@@ -18,9 +18,12 @@ from transformers.cache_utils import LinearAttentionLayer
 
 from moe_infinity import MoE
 from moe_infinity.architectures import linear_attention
-from moe_infinity.architectures.linear_attention import LinearAttentions, products_of
-from moe_infinity.architectures.trial import FellBack
-from moe_infinity.kernels.cpu.delta_rule import delta_step
+from moe_infinity.architectures.attention_inputs import CACHE_NAMES
+from moe_infinity.architectures.linear_attention import find_delta_rule, is_delta_rule
+from moe_infinity.architectures.model_parts import LINEAR_ATTENTION, ReorderedLinear
+from moe_infinity.architectures.trial import FellBack, Found
+from moe_infinity.kernels.cpu.decoder_steps import DecoderSteps
+from moe_infinity.kernels.cpu.delta_states import DeltaStates
 from tests.prefixes.tiny_models import TEXT, save_tiny
 
 pytestmark = pytest.mark.arithmetic
@@ -41,21 +44,34 @@ def moe(folder: Path) -> Iterator[MoE]:
 
 
 @pytest.fixture
-def steps(monkeypatch: Any) -> list[Tensor]:
-    """The results of the kernel, as they come."""
-    results: list[Tensor] = []
-    stock = delta_step
+def own_layer(folder: Path) -> Iterator[Any]:
+    """A layer that runs its own code."""
+    with MoE(folder, dtype="float32", exact=True) as moe:
+        yield layers_of(moe)[0]
 
-    def counted(*args: Any) -> Tensor:
-        results.append(stock(*args))
-        return results[-1]
 
-    monkeypatch.setattr(linear_attention, "delta_step", counted)
-    return results
+@pytest.fixture
+def steps(monkeypatch: Any) -> list[Any]:
+    """The layers of a cache to which the kernel adds a token, as they come."""
+    layers: list[Any] = []
+    stock = DeltaStates.add_token
+
+    def counted(self: DeltaStates, cache_layer: Any) -> None:
+        stock(self, cache_layer)
+        layers.append(cache_layer)
+
+    monkeypatch.setattr(DeltaStates, "add_token", counted)
+    return layers
+
+
+def layers_of(moe: MoE) -> list[Any]:
+    """The layers with linear attention."""
+    modules = moe.model.modules()
+    return [module for module in modules if LINEAR_ATTENTION in dict(module.named_children())]
 
 
 def attentions_of(moe: MoE) -> list[Any]:
-    return [module for module in moe.model.modules() if products_of(module) is not None]
+    return [getattr(layer, LINEAR_ATTENTION) for layer in layers_of(moe)]
 
 
 def logits(moe: MoE, lengths: tuple[int, ...] = (9,), **arguments: Any) -> Tensor:
@@ -91,15 +107,14 @@ def test_tokens_are_those_of_the_modules_own_code(folder, moe, steps, lengths):
         wanted = logits(exact, lengths)
     assert len(steps) == (NUM_NEW - 1) * len(attentions_of(moe))
     assert close(found, wanted)
-    (path,) = (each for each in moe.report().paths if each.taken.kind == "attention")
-    assert path.taken.reason is None
-    assert path.count == len(attentions_of(moe))
+    reasons = [each.taken.reason for each in moe.report().paths if each.taken.kind == "layer"]
+    assert None in reasons
+    assert not any("norm" not in reason for reason in reasons if reason)  # of a vision tower
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision_goes_through_the_kernel(folder, steps, dtype):
     with MoE(folder, dtype=dtype) as moe:
-        del steps[:]  # one of the trial
         found = logits(moe)
         assert len(steps) == (NUM_NEW - 1) * len(attentions_of(moe))
     assert found.isfinite().all()
@@ -159,8 +174,10 @@ def test_a_changed_module_computes_what_it_became(folder, moe, steps, change):
     assert close(found, wanted)
     num_changed = change is not _other_taps  # which the kernel reads where they are
     assert len(steps) == (NUM_NEW - 1) * (len(attentions_of(moe)) - num_changed)
-    paths = [each for each in moe.report().paths if each.taken.kind == "attention"]
-    assert sum(each.count for each in paths if each.taken.reason is not None) == num_changed
+    changed = ("it was changed after loading", "a hook on ")
+    paths = [each for each in moe.report().paths if each.taken.kind == "layer"]
+    reasons = [each.taken.reason or "" for each in paths for _ in range(each.count)]
+    assert sum(reason.startswith(changed) for reason in reasons) == num_changed
 
 
 def test_another_convolution_in_torch_is_called(folder, moe, steps, monkeypatch):
@@ -172,19 +189,58 @@ def test_another_convolution_in_torch_is_called(folder, moe, steps, monkeypatch)
     assert not steps
 
 
-def test_hooks_on_linear_layers_are_seen_and_the_kernel_goes_on(moe, steps):
+def test_hooks_on_linear_layers_are_called(moe, steps):
     seen = []
     attentions_of(moe)[0].out_proj.register_forward_hook(lambda *args: seen.append(args))
     logits(moe)
     assert len(seen) == NUM_NEW
-    assert len(steps) == (NUM_NEW - 1) * len(attentions_of(moe))
+    assert len(steps) == (NUM_NEW - 1) * (len(attentions_of(moe)) - 1)
 
 
-def test_gradients_and_calls_without_a_cache_run_the_modules_code(moe, steps):
-    x = torch.randn(1, 1, attentions_of(moe)[0].out_proj.out_features)
-    with torch.no_grad():
-        attentions_of(moe)[0](x)
+@pytest.fixture
+def runs(monkeypatch: Any) -> list[int]:
+    """How many layers each call of the resident path computes."""
+    counts: list[int] = []
+    stock = DecoderSteps.run
+
+    def counted(self: DecoderSteps, *args: Any) -> Any:
+        outs, routings = stock(self, *args)
+        counts.append(len(outs))
+        return outs, routings
+
+    monkeypatch.setattr(DecoderSteps, "run", counted)
+    return counts
+
+
+def test_all_layers_are_computed_in_one_call_also_behind_a_batch(moe, runs):
+    """The masks of a batch differ from layer to layer, those of one sequence do not."""
+    num_layers = moe.model.config.get_text_config().num_hidden_layers
+    logits(moe)
+    assert runs == [num_layers] * (NUM_NEW - 1)
+    logits(moe, (12, 5, 9))
+    del runs[:]
+    logits(moe)
+    assert runs == [num_layers] * (NUM_NEW - 1)
+
+
+def test_a_layer_whose_input_somebody_changed_goes_on_from_its_last_state(folder, moe, runs):
+    """It was computed ahead for another input, and so were those after it."""
+
+    before = logits(moe)
+    with MoE(folder, dtype="float32", exact=True) as exact:
+        for each in (moe, exact):
+            layer = layers_of(each)[1]
+            layer.register_forward_pre_hook(lambda layer, args: (args[0] + 1, *args[1:]))
+        del runs[:]
+        found, wanted = logits(moe), logits(exact)
+    assert len(runs) > NUM_NEW
+    assert not close(found, before)
+    assert close(found, wanted)
+
+
+def test_calls_without_a_cache_run_the_layers_code(moe, steps):
     moe.model(input_ids=torch.tensor([TEXT[:5]]))
+    moe.model(input_ids=torch.tensor([TEXT[:1]]), use_cache=False)
     assert not steps
 
 
@@ -201,53 +257,98 @@ def _masked(layer: Any) -> dict[str, Any]:
     return {"attention_mask": torch.tensor([[1], [0]])}
 
 
-@pytest.mark.parametrize("prepare", [_as_usual, _rolled_back_later, _masked])
-def test_a_step_that_is_more_than_a_token_runs_the_modules_code(moe, steps, prepare):
-    module = attentions_of(moe)[0]
-    x = torch.randn(2, 6, module.out_proj.out_features)
-    parameters = signature(type(module).forward).parameters
-    name = next(name for name in linear_attention.CACHE_ARGUMENTS if name in parameters)
+def _updates_otherwise(layer: Any) -> dict[str, Any]:
+    stock = layer.update_recurrent_state
+    layer.update_recurrent_state = lambda state, *args, **kwargs: stock(2 * state, *args, **kwargs)
+    return {}
+
+
+PREPARE = [_as_usual, _rolled_back_later, _masked, _updates_otherwise]
+
+
+def call(layer: Any, forward: Any, x: Tensor, cache: DynamicCache, **more: Any) -> Tensor:
+    parameters = signature(type(layer).forward).parameters
+    name = next(name for name in CACHE_NAMES if name in parameters)
+    with torch.no_grad():
+        out: Tensor = forward(x, position_embeddings=None, **{name: cache}, **more)
+    return out
+
+
+def new_cache(layer: Any) -> DynamicCache:
+    cache = DynamicCache()
+    index: int = getattr(layer, LINEAR_ATTENTION).layer_idx
+    cache.layers = [LinearAttentionLayer() for _ in range(index + 1)]
+    return cache
+
+
+@pytest.mark.parametrize("prepare", PREPARE)
+def test_a_step_that_is_more_than_a_token_runs_the_layers_code(moe, steps, prepare):
+    layer = layers_of(moe)[0]
+    moe.model(input_ids=torch.tensor([TEXT[:5]]))  # a pass has begun
+    x = torch.randn(2, 6, len(layer.input_layernorm.weight))
     outs = []
-    for forward in (module, partial(type(module).forward, module)):
-        cache = DynamicCache()
-        cache.layers = [LinearAttentionLayer() for _ in range(module.layer_idx + 1)]
-        with torch.no_grad():
-            forward(x[:, :5], **{name: cache})
-            more = prepare(cache.layers[-1])
-            outs.append(forward(x[:, 5:], **{name: cache}, **more))
+    for forward in (layer, partial(type(layer).forward, layer)):
+        cache = new_cache(layer)
+        call(layer, forward, x[:, :5], cache)
+        more = prepare(cache.layers[-1])
+        outs.append(call(layer, forward, x[:, 5:].contiguous(), cache, **more))
     assert close(*outs)
     assert len(steps) == (prepare is _as_usual)
 
 
-def test_a_module_that_computes_otherwise_is_left_alone(moe, monkeypatch):
-    module = attentions_of(moe)[0]
-    monkeypatch.setattr(type(module.norm), "forward", lambda self, x, gate: x * gate)
-    found = LinearAttentions(nn.ModuleDict({"one": module}))
-    verdict = found._verdicts[module]
+def test_states_that_nobody_takes_change_nothing(moe):
+    """A layer may be computed before the model calls it, and then not be called."""
+    layer = layers_of(moe)[0]
+    attention = getattr(layer, LINEAR_ATTENTION)
+    cache = new_cache(layer)
+    own: Any = cache.layers[-1]
+    moe.model(input_ids=torch.tensor([TEXT[:5]]))
+    call(layer, layer, torch.randn(2, 5, len(layer.input_layernorm.weight)), cache)
+    names = linear_attention.products_of(attention)
+    assert names is not None
+    access = DeltaStates(linear_attention.shape_of(attention, names))
+    before = own.conv_states[0].clone(), own.recurrent_states[0].clone()
+    mark = access.mark(own)
+    states = access.open(own)
+    states.next_window.fill_(1)
+    states.next_recurrent.fill_(2)
+    assert torch.equal(own.conv_states[0], before[0])
+    assert torch.equal(own.recurrent_states[0], before[1])
+    assert access.mark(own) is mark
+    access.add_token(own)
+    assert access.mark(own) is not mark
+    assert (own.conv_states[0] == 1).all()
+    assert (own.recurrent_states[0] == 2).all()
+    assert access.open(own).next_window.data_ptr() == states.window.data_ptr()
+
+
+def test_a_layer_that_computes_otherwise_is_left_alone(own_layer, monkeypatch):
+    assert isinstance(find_delta_rule(own_layer), Found)
+    norm = getattr(own_layer, LINEAR_ATTENTION).norm
+    monkeypatch.setattr(type(norm), "forward", lambda self, x, gate: x * gate)
+    verdict = find_delta_rule(own_layer)
     assert isinstance(verdict, FellBack)
     assert "other numbers" in verdict.reason
 
 
-def test_another_class_with_the_same_parts_is_left_alone():
+@pytest.mark.parametrize("are_whole", [True, False])
+def test_columns_of_whole_heads_may_be_reordered(own_layer, are_whole):
+    """As in GGUF files, whose heads of values lie in another order."""
+    attention = getattr(own_layer, LINEAR_ATTENTION)
+    wanted = attention.out_proj.weight
+    heads = torch.arange(wanted.shape[1]).view(attention.num_v_heads, -1)
+    columns = (heads.flip(0) if are_whole else heads.T).flatten()
+    packed: Any = nn.Linear(wanted.shape[1], wanted.shape[0], bias=False)
+    packed.weight = nn.Parameter(wanted[:, columns.argsort()].contiguous())
+    attention.out_proj = ReorderedLinear(packed, columns)
+    assert torch.equal(attention.out_proj.weight, wanted)
+    assert isinstance(find_delta_rule(own_layer), Found if are_whole else FellBack)
+
+
+def test_another_class_with_the_same_parts_is_left_alone(own_layer):
     module = nn.ModuleDict({"conv1d": nn.Conv1d(8, 8, 4, groups=8), "norm": nn.Identity()})
     for name in (*linear_attention.APART, "out_proj"):
         module[name] = nn.Linear(8, 8)
-    (verdict,) = LinearAttentions(nn.ModuleDict({"one": module}))._verdicts.values()
-    assert isinstance(verdict, FellBack)
-
-
-def test_a_trial_copies_no_linear_layer(moe, monkeypatch):
-    module = attentions_of(moe)[0]
-    copied: list[nn.Module] = []
-
-    def noted(memo: Any) -> nn.Module:
-        copied.append(module)
-        return nn.Identity()
-
-    for name in (*(products_of(module) or ()), "out_proj"):
-        monkeypatch.setattr(getattr(module, name), "__deepcopy__", noted, raising=False)
-    (verdict,) = LinearAttentions(nn.ModuleDict({"one": module}))._verdicts.values()
-    assert not isinstance(verdict, FellBack)
-    assert not copied
-    module.out_proj.__deepcopy__({})
-    assert copied
+    assert is_delta_rule(module)
+    setattr(own_layer, LINEAR_ATTENTION, module)
+    assert isinstance(find_delta_rule(own_layer), FellBack)

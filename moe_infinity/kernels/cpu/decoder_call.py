@@ -3,11 +3,15 @@
     norm       of the residual
     products   queries, keys and values                         items: blocks of rows
     attention  biases, norms of heads, rotation, keys and       items: a head of keys of a sequence
-               values into the cache, scores, softmax, sum
+               values into the cache, scores, softmax, sum,
+               times the gate; or linear attention, which
+               delta_rule.py has
     product    of the heads' outputs                            items: blocks of rows
     residual   the sum, and its norm: what the experts get
     router     the product of the norm with its weight          items: blocks of rows
-    choice     each sequence's experts; see routed.py
+    choice     each sequence's experts; see routed.py             items: sequences
+    shared     the last product of a shared expert;             items: blocks of rows
+               see shared_expert.py
 
 All threads of a team enter, and meet after each stage. Everything is summed in float32. Rounded to
 the model's dtype are the residual and its norm, and the keys and values that the cache keeps unless
@@ -53,25 +57,28 @@ from moe_infinity.kernels.cpu.work import (
 )
 
 # The stages that all threads of a team pass together, in this order.
-NORM, PROJECTIONS, HEADS, ARRANGE, OUTPUT, RESIDUAL, LOGITS, CHOICE = range(8)
-STATE = (CHOICE + 1) * 2 * LINE  # int64s: of each stage the next item, and how many are done
+NORM, PROJECTIONS, HEADS, ARRANGE, OUTPUT, RESIDUAL, LOGITS, CHOICE, SHARED = range(9)
+STATE = (SHARED + 1) * 2 * LINE  # int64s: of each stage the next item, and how many are done
 
-_call_at = reader_of(LayerCall)
+layer_call_at = reader_of(LayerCall)
 _arrangement_at = reader_of(Arrangement)
 
 
 @njit(nogil=True)
-def _take(state, stage):  # type: ignore[no-untyped-def]
+def take(state, stage):  # type: ignore[no-untyped-def]
+    """Return the number of the next item of a stage."""
     return fetch_add(state + 8 * LINE * 2 * stage, 1)
 
 
 @njit(nogil=True)
-def _count(state, stage):  # type: ignore[no-untyped-def]
+def finish(state, stage):  # type: ignore[no-untyped-def]
+    """Count an item as done."""
     fetch_add(state + 8 * LINE * (2 * stage + 1), 1)
 
 
 @njit(nogil=True)
-def _meet(state, stage, num_items, yield_):  # type: ignore[no-untyped-def]
+def meet(state, stage, num_items, yield_):  # type: ignore[no-untyped-def]
+    """Wait until all items of a stage are done."""
     wait_for(state + 8 * LINE * (2 * stage + 1), num_items, yield_)
 
 
@@ -158,16 +165,15 @@ def _make_heads(call, seq, group):  # type: ignore[no-untyped-def]
     cache.
     """
     num_heads = call.num_groups * call.per_group
-    columns = (num_heads + call.num_groups) * call.head_width + call.num_groups * call.value_width
-    row = call.heads + 4 * columns * seq
-    first_key = row + 4 * num_heads * call.head_width
+    row = call.heads + 4 * call.num_columns * seq
+    first_key = row + 4 * num_heads * call.query_step
     value = first_key + 4 * call.num_groups * call.head_width + 4 * group * call.value_width
     key = first_key + 4 * group * call.head_width
     first = group * call.per_group
-    queries = row + 4 * first * call.head_width
+    queries = row + 4 * first * call.query_step
     if call.bias:
         key_bias = call.bias + (key - row)
-        _add(queries, call.bias + (queries - row), call.per_group * call.head_width)
+        _add(queries, call.bias + (queries - row), call.per_group * call.query_step)
         _add(key, key_bias, call.head_width)
         _add(value, call.bias + (value - row), call.value_width)
     query_eps = float_at(call.numbers, QUERY_EPS)
@@ -191,10 +197,25 @@ def _make_heads(call, seq, group):  # type: ignore[no-untyped-def]
     query_bytes = arrangement.row_bytes
     for head in range(first, first + call.per_group):
         for i in range(call.head_width):
-            put_float(own, i, float_at(row, head * call.head_width + i))
+            put_float(own, i, float_at(row, head * call.query_step + i))
         _make_head(call, own, seq, 1, call.query_norm, query_eps, of_queries, head)
         to = call.queries + query_bytes * (seq * num_heads + head)
         arrange(own, 4 * call.head_width, to, 1, arrangement)
+
+
+@njit(nogil=True)
+def sigmoid(x):  # type: ignore[no-untyped-def]
+    """Return 1 / (1 + exp(-x))."""
+    return types.float32(1) / (types.float32(1) + math.exp(-x))
+
+
+@njit(nogil=True)
+def _gate(call, seq, head, at):  # type: ignore[no-untyped-def]
+    """Multiply what a head attended to with the sigmoid of its gate, if it has one."""
+    if call.query_step > call.head_width:
+        gate = call.heads + 4 * (call.num_columns * seq + head * call.query_step + call.head_width)
+        for i in range(call.value_width):
+            put_float(at, i, float_at(at, i) * sigmoid(float_at(gate, i)))
 
 
 @njit(nogil=True)
@@ -248,18 +269,18 @@ def _end(call):  # type: ignore[no-untyped-def]
 @njit(nogil=True)
 def _product(call, stage, blocks, num_blocks, out, num_columns):  # type: ignore[no-untyped-def]
     """Multiply the arranged rows with a weight in blocks of rows: [B, columns]."""
-    item = _take(call.state, stage)
+    item = take(call.state, stage)
     while item < num_blocks:
         block = block_at(blocks + BLOCK_BYTES * item)
         multiply(block, 0, 0, call.num_seqs, call.arranged, block.x_bytes, out, 4 * num_columns)
-        _count(call.state, stage)
-        item = _take(call.state, stage)
-    _meet(call.state, stage, num_blocks, call.yield_)
+        finish(call.state, stage)
+        item = take(call.state, stage)
+    meet(call.state, stage, num_blocks, call.yield_)
 
 
 @njit(nogil=True)
 def _choose(call, seq):  # type: ignore[no-untyped-def]
-    row = call.logits + 4 * call.num_experts * seq
+    row = call.logits + 4 * call.num_logits * seq
     if call.router_bias:
         _add(row, call.router_bias, call.num_experts)
     first = call.top_k * seq
@@ -267,6 +288,59 @@ def _choose(call, seq):  # type: ignore[no-untyped-def]
         row, call.num_experts, call.top_k, call.softmax_over,
         call.top_k_index + 8 * first, call.top_k_weights, first, call.weights_dtype,
     )  # fmt: skip
+    if call.shared_width:
+        to = call.arranged + call.shared_bytes * seq
+        call_rows(
+            call.shared_input, row + 4 * call.num_experts, call.shared_width, call.shared_is_scaled,
+            call.shared_activation, call.shared_numbers, call.shared_arrangement, to,
+        )  # fmt: skip
+
+
+@njit(nogil=True)
+def _route(call):  # type: ignore[no-untyped-def]
+    """Pass the stages from the router on."""
+    num_blocks = call.num_router_blocks
+    _product(call, LOGITS, call.router_blocks, num_blocks, call.logits, call.num_logits)
+    num_seqs = call.num_seqs if num_blocks else 0
+    seq = take(call.state, CHOICE)
+    while seq < num_seqs:
+        _choose(call, seq)
+        finish(call.state, CHOICE)
+        seq = take(call.state, CHOICE)
+    meet(call.state, CHOICE, num_seqs, call.yield_)
+    num_blocks = call.num_shared_blocks
+    _product(call, SHARED, call.shared_blocks, num_blocks, call.shared, call.width)
+
+
+@njit(nogil=True)
+def before_heads(call):  # type: ignore[no-untyped-def]
+    """Pass the stages before the heads."""
+    if take(call.state, NORM) == 0:
+        _begin(call)
+        finish(call.state, NORM)
+    meet(call.state, NORM, 1, call.yield_)
+    _product(call, PROJECTIONS, call.blocks, call.num_blocks, call.heads, call.num_columns)
+
+
+@njit(nogil=True)
+def after_heads(call):  # type: ignore[no-untyped-def]
+    """Pass the stages after the heads."""
+    state = call.state
+    if take(state, ARRANGE) == 0:
+        width = 4 * call.num_groups * call.per_group * call.value_width
+        arrangement = _arrangement_at(call.out_arrangement)
+        arrange(call.attended, width, call.arranged, call.num_seqs, arrangement)
+        finish(state, ARRANGE)
+    meet(state, ARRANGE, 1, call.yield_)
+
+    _product(call, OUTPUT, call.out_blocks, call.num_out_blocks, call.out, call.width)
+
+    if take(state, RESIDUAL) == 0:
+        _end(call)
+        finish(state, RESIDUAL)
+    meet(state, RESIDUAL, 1, call.yield_)
+
+    _route(call)
 
 
 @cache
@@ -275,20 +349,11 @@ def layer_function(kind: str, num_vectors: int) -> Any:
 
     @c_function(types.void(types.int64), f"decoder_{kind}_{num_vectors}")
     def run(address: int) -> None:
-        call = _call_at(address)
-        state = call.state
-        if _take(state, NORM) == 0:
-            _begin(call)
-            _count(state, NORM)
-        _meet(state, NORM, 1, call.yield_)
-
+        call = layer_call_at(address)
+        before_heads(call)
         num_heads = call.num_groups * call.per_group
-        columns = num_heads * call.head_width
-        columns += call.num_groups * (call.head_width + call.value_width)
-        _product(call, PROJECTIONS, call.blocks, call.num_blocks, call.heads, columns)
-
         num_items = call.num_seqs * call.num_groups
-        item = _take(state, HEADS)
+        item = take(call.state, HEADS)
         while item < num_items:
             seq = item // call.num_groups
             group = item % call.num_groups
@@ -296,36 +361,15 @@ def layer_function(kind: str, num_vectors: int) -> Any:
             steps = _score(call, seq, group)
             values = call.value + call.value_seq * seq + call.value_head * group
             for in_group in range(call.per_group):
-                row = seq * num_heads + group * call.per_group + in_group
+                head = group * call.per_group + in_group
+                row = seq * num_heads + head
                 at = call.scores + call.score_bytes * row
                 to = call.attended + 4 * call.value_width * row
                 weigh(kind, num_vectors, at, steps, values, call.value_row, call.num_tokens, to)
-            _count(state, HEADS)
-            item = _take(state, HEADS)
-        _meet(state, HEADS, num_items, call.yield_)
-
-        if _take(state, ARRANGE) == 0:
-            width = 4 * num_heads * call.value_width
-            arrangement = _arrangement_at(call.out_arrangement)
-            arrange(call.attended, width, call.arranged, call.num_seqs, arrangement)
-            _count(state, ARRANGE)
-        _meet(state, ARRANGE, 1, call.yield_)
-
-        _product(call, OUTPUT, call.out_blocks, call.num_out_blocks, call.out, call.width)
-
-        if _take(state, RESIDUAL) == 0:
-            _end(call)
-            _count(state, RESIDUAL)
-        _meet(state, RESIDUAL, 1, call.yield_)
-
-        to = call.logits
-        _product(call, LOGITS, call.router_blocks, call.num_router_blocks, to, call.num_experts)
-
-        if _take(state, CHOICE) == 0:
-            if call.num_router_blocks:
-                for seq in range(call.num_seqs):
-                    _choose(call, seq)
-            _count(state, CHOICE)
-        _meet(state, CHOICE, 1, call.yield_)
+                _gate(call, seq, head, to)
+            finish(call.state, HEADS)
+            item = take(call.state, HEADS)
+        meet(call.state, HEADS, num_items, call.yield_)
+        after_heads(call)
 
     return run

@@ -55,6 +55,50 @@ class Cached(NamedTuple):
     keys: Tensor  # [B, G, N, d], or rows of kernels/kv_rows.py
     values: Tensor  # [B, G, N, v]
 
+    @property
+    def num_tokens(self) -> int:
+        """N"""
+        return self.keys.shape[2]
+
+    @property
+    def row_bytes(self) -> int:
+        """From one key of a head to the next."""
+        return self.keys.itemsize * self.keys.stride(2)
+
+    def fields(self) -> tuple[int, ...]:
+        """The fields of a LayerCall from `num_tokens` on that are of the cache."""
+        keys, values = self
+        size = keys.itemsize
+        keys_by = [size * step for step in keys.stride()[:3]]
+        values_by = [size * step for step in values.stride()[:3]]
+        of_keys = keys.data_ptr(), *keys_by
+        return self.num_tokens, *of_keys, values.data_ptr(), *values_by, *NO_STATES
+
+
+class States(NamedTuple):
+    """The states of linear attention, which has no keys: as they are, and memory for the next."""
+
+    window: (
+        Tensor  # [B, channels, at least K - 1], the last inputs of the convolution, of x's dtype
+    )
+    recurrent: Tensor  # float32 [B, V, d, v]
+    next_window: Tensor  # all without gaps
+    next_recurrent: Tensor
+
+    @property
+    def num_tokens(self) -> int:
+        """Without scores there is no need for more."""
+        return 1
+
+    @property
+    def row_bytes(self) -> int:
+        """There are no keys."""
+        return 0
+
+    def fields(self) -> tuple[int, ...]:
+        """The fields of a LayerCall from `num_tokens` on that are of the cache."""
+        return *NO_CACHE, *map(Tensor.data_ptr, self), self.window.shape[2]
+
 
 class Attended(NamedTuple):
     """The inputs of a layer's experts, and the experts that its router chose."""
@@ -64,6 +108,11 @@ class Attended(NamedTuple):
     logits: Tensor  # float32 [B, E]
     top_k_index_BK: Tensor  # int64: the largest logit first
     top_k_weights_BK: Tensor
+    shared_BD: Tensor  # float32: what a shared expert adds
+
+
+NO_CACHE = (0,) * 9  # from num_tokens to value_row
+NO_STATES = (0,) * 5
 
 
 def _slice_of(fields: Sequence[str], first: str, last: str) -> slice:
@@ -71,9 +120,9 @@ def _slice_of(fields: Sequence[str], first: str, last: str) -> slice:
 
 
 # Fields of a LayerCall that are written together.
-IN_CALL = _slice_of(LayerCall._fields, "num_seqs", "mask_bytes")
+IN_CALL = _slice_of(LayerCall._fields, "num_seqs", "window_width")
 IN_MEMORY = _slice_of(LayerCall._fields, "hidden", "score_bytes")
-IN_RESULT = _slice_of(LayerCall._fields, "residual", "top_k_weights")
+IN_RESULT = _slice_of(LayerCall._fields, "residual", "shared")
 # And of the others.
 ROW_BYTES, OUT_BYTES = (KernelArguments._fields.index(name) for name in ("row_bytes", "out_bytes"))
 ROUTED_CALL = _slice_of(RoutedCall._fields, "num_seqs", "result")
@@ -97,7 +146,8 @@ class DecoderSteps:
         self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._most_seqs = 0  # that there is memory for
         self._most_tokens = 0
-        # Addresses of what only the call itself reads: residual, norm, logits, weights.
+        # Addresses of what only the call itself reads: residual, norm, logits, weights, and what a
+        # shared expert adds.
         self._between: Sequence[int] = ()
         for i in range(num_layers):
             state = self._counters[i * (STATE + 2 * COUNTERS) :].ctypes.data
@@ -117,37 +167,39 @@ class DecoderSteps:
         self,
         layer: int,
         x_BD: Tensor,
-        angles: tuple[Tensor, Tensor],
-        cached: Cached,
+        angles: tuple[Tensor, Tensor] | None,
+        cached: Cached | States,
         mask_BN: Tensor | None,
     ) -> Attended:
-        """Run one layer without its experts. Without a router the last three results have no
-        columns. `angles` are the cosine and sine of each pair of columns, float32 [B or 1, pairs].
-        The mask is float32.
+        """Run one layer without its experts. Without a router the last four results have no
+        columns, without a shared expert the last. `angles` are the cosine and sine of each pair of
+        columns, float32 [B or 1, pairs]; linear attention reads none. The mask is float32.
         """
         num_seqs = len(x_BD)
         fixed = self._kernels[layer].fixed
         weights_dtype = getattr(torch, BIASES[fixed.weights_dtype])
+        logits = host_float32(num_seqs * fixed.num_logits + LANES)  # read beyond their end
         attended = Attended(
             torch.empty_like(x_BD),
             torch.empty_like(x_BD),
-            host_float32(num_seqs, fixed.num_experts),
+            logits.as_strided((num_seqs, fixed.num_experts), (fixed.num_logits, 1)),
             torch.empty(num_seqs, fixed.top_k, dtype=torch.int64, device="cpu"),
             torch.empty(num_seqs, fixed.top_k, dtype=weights_dtype, device="cpu"),
+            host_float32(num_seqs, fixed.width if fixed.shared_width else 0),
         )
         self._write_calls(layer, [x_BD], angles, [cached], mask_BN)
         own = self._calls[layer]
         own[IN_RESULT] = [tensor.data_ptr() for tensor in attended]
         self._counters.fill(0)
         team.run(self._kernels[layer].function, own.ctypes.data, num_threads())
-        return attended
+        return attended._replace(logits=attended.logits.contiguous())
 
     def run(
         self,
         first: int,
         x_BD: Tensor,
-        angles: tuple[Tensor, Tensor],
-        cached: Sequence[Cached],
+        angles: tuple[Tensor, Tensor] | None,
+        cached: Sequence[Cached | States],
         mask_BN: Tensor | None,
         residents: Sequence[Residents],
     ) -> tuple[Sequence[Tensor], Sequence[Ints]]:
@@ -166,12 +218,13 @@ class DecoderSteps:
             for kernel in self._kernels[first:stop]
         ]
         self._write_calls(first, [x_BD, *outs[:-1]], angles, cached, mask_BN)
-        residual, normed, logits, weights = self._between
+        residual, normed, logits, weights, shared = self._between
         self._calls[first:stop, IN_RESULT] = [
-            (residual, normed, logits, index_BK.ctypes.data, weights) for index_BK in top_k_index
+            (residual, normed, logits, index_BK.ctypes.data, weights, shared)
+            for index_BK in top_k_index
         ]
         self._routed[first:stop, ROUTED_CALL] = [
-            (num_seqs, normed, residual, index_BK.ctypes.data, weights, out.data_ptr())
+            (num_seqs, normed, residual, shared, index_BK.ctypes.data, weights, out.data_ptr())
             for index_BK, out in zip(top_k_index, outs, strict=True)
         ]
         self._counters.fill(0)
@@ -184,30 +237,24 @@ class DecoderSteps:
         self,
         first: int,
         xs: Sequence[Tensor],
-        angles: tuple[Tensor, Tensor],
-        cached: Sequence[Cached],
+        angles: tuple[Tensor, Tensor] | None,
+        cached: Sequence[Cached | States],
         mask_BN: Tensor | None,
     ) -> None:
         """Write the fields that change from step to step, but for results."""
         num_seqs = len(xs[0])
-        self._make_room(num_seqs, max(one.keys.shape[2] for one in cached))
-        cos, sin = angles
-        turned = cos.data_ptr(), sin.data_ptr(), 4 * cos.shape[1] if len(cos) > 1 else 0
+        self._make_room(num_seqs, max(one.num_tokens for one in cached))
+        turned = 0, 0, 0
+        if angles is not None:
+            cos, sin = angles
+            turned = cos.data_ptr(), sin.data_ptr(), 4 * cos.shape[1] if len(cos) > 1 else 0
         mask = (0, 0) if mask_BN is None else (mask_BN.data_ptr(), 4 * mask_BN.shape[1])
-        rows = []
-        for x, (keys, values) in zip(xs, cached, strict=True):
-            size = keys.itemsize
-            keys_by = [size * step for step in keys.stride()[:3]]
-            values_by = [size * step for step in values.stride()[:3]]
-            x_and_angles = x.data_ptr(), *turned
-            of_keys = keys.data_ptr(), *keys_by
-            of_values = values.data_ptr(), *values_by
-            rows.append((num_seqs, keys.shape[2], *x_and_angles, *of_keys, *of_values, *mask))
-        stop = first + len(rows)
-        self._calls[first:stop, IN_CALL] = rows
-        self._key_arguments[first:stop, ROW_BYTES] = [
-            keys.itemsize * keys.stride(2) for keys, _ in cached
+        stop = first + len(cached)
+        self._calls[first:stop, IN_CALL] = [
+            (num_seqs, x.data_ptr(), *turned, *mask, *own.fields())
+            for x, own in zip(xs, cached, strict=True)
         ]
+        self._key_arguments[first:stop, ROW_BYTES] = [own.row_bytes for own in cached]
 
     def _connect(self, layer: int, residents: Residents) -> None:
         """Connect a layer with its experts."""
@@ -224,6 +271,7 @@ class DecoderSteps:
             addresses=residents.addresses_E.ctypes.data,
             down_addresses=residents.down_addresses_E.ctypes.data,
             num_experts=fixed.num_experts,
+            has_shared=int(fixed.shared_width > 0),
             top_k=fixed.top_k,
             width=fixed.width,
             dtype=fixed.dtype,
@@ -247,15 +295,16 @@ class DecoderSteps:
         width = 4 * max(one.width for one in fixed)
         num_experts = max(one.num_experts for one in fixed)
         top_k = max(one.top_k for one in fixed)
-        of_sequence = *sizes, num_heads * score_bytes, width, width, 4 * num_experts, 4 * top_k
+        logits = 4 * max(one.num_logits for one in fixed)  # read beyond their end, where others are
+        of_sequence = *sizes, num_heads * score_bytes, width, width, logits, 4 * top_k, width
         of_experts = self._memory_of_experts(width, num_experts, top_k)
         addresses = self._allocated(
             [*(size * self._most_seqs for size in of_sequence), *of_experts.values()]
         )
         self._calls[:, IN_MEMORY] = [*addresses[:7], score_bytes]
         self._key_arguments[:, OUT_BYTES] = score_bytes
-        self._between = addresses[7:11]
-        for name, address in zip(of_experts, addresses[11:], strict=True):
+        self._between = addresses[7:12]
+        for name, address in zip(of_experts, addresses[12:], strict=True):
             step = 0
             if name == "state":  # a late thread looks at a layer's while others are in the next
                 step = _state_bytes(self._most_seqs * top_k)

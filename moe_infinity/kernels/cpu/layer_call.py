@@ -1,7 +1,8 @@
 """The numbers that machine code gets for one call of a decoder layer (decoder_call.py).
 
-Legend: B sequences, D model width, E experts, K of them for each token, H heads, G heads of keys
-and values, N tokens of the cache with the new one, d width of a head, v of its values.
+Legend: B sequences, D model width, E experts, K of them for each token, F width of a shared expert,
+H heads, G heads of keys and values, N tokens of the cache with the new one, d width of a head, v of
+its values.
 """
 
 from __future__ import annotations
@@ -20,13 +21,17 @@ class LayerNumbers(NamedTuple):
     key_norm_eps: float
     residual_norm_eps: float
     score_scale: float
+    out_norm_eps: float  # of linear attention
 
 
-NORM_EPS, QUERY_EPS, KEY_EPS, RESIDUAL_EPS, SCORE_SCALE = range(len(LayerNumbers._fields))
+NORM_EPS, QUERY_EPS, KEY_EPS, RESIDUAL_EPS, SCORE_SCALE, OUT_EPS = range(len(LayerNumbers._fields))
 
 
 class LayerCall(NamedTuple):
-    """One call of a layer: integers, for numba. Without a unit, an address; vectors are float32."""
+    """One call of a layer: integers, for numba. Without a unit, an address; vectors are float32.
+
+    Linear attention has heads of keys and values, too; delta_rule.py says what else it has.
+    """
 
     state: int
     yield_: int
@@ -37,6 +42,7 @@ class LayerCall(NamedTuple):
     num_groups: int  # G
     per_group: int  # H / G
     head_width: int  # d
+    query_step: int  # from one query to the next: d, or 2 d with its gate between them
     value_width: int  # v
     rotated: int  # columns of a head
     pairs: int  # HALVES or NEIGHBOURS
@@ -48,6 +54,7 @@ class LayerCall(NamedTuple):
     residual_norm: int  # [D]
     blocks: int  # RowBlocks of the first product
     num_blocks: int
+    num_columns: int  # of its result
     bias: int  # [H * d + G * d + G * v]; 0: none
     sinks: int  # [H]: scores of nothing; 0: none
     out_blocks: int
@@ -60,6 +67,16 @@ class LayerCall(NamedTuple):
     top_k: int
     softmax_over: int  # OF_ALL or OF_CHOSEN
     weights_dtype: int  # the index of its name in BIASES
+    num_logits: int  # columns of the router's product: E, then 2 F and 1 of a shared expert
+    shared_width: int  # F; 0: there is no shared expert
+    shared_is_scaled: int
+    shared_input: int  # function that makes what goes into its down
+    shared_activation: int  # the index of its function in FUNCTIONS
+    shared_numbers: int  # of its activation: alpha, shift and limit
+    shared_blocks: int  # RowBlocks of its down
+    num_shared_blocks: int
+    shared_arrangement: int  # Arrangement of what goes into it, and the bytes of a sequence
+    shared_bytes: int
     x_arrangement: (
         int  # of Arrangements: of x, of a query, of what goes into the products after them
     )
@@ -68,13 +85,17 @@ class LayerCall(NamedTuple):
     router_arrangement: int
     score: int  # function that multiplies keys with queries
     key_arguments: int  # KernelArguments of keys
+    delta: int  # DeltaCall of linear attention; 0: none
     # of the call
     num_seqs: int  # B
-    num_tokens: int  # N
     x: int  # [B, D]
     cos: int  # [B, pairs of columns], and how many bytes from one sequence to the next
     sin: int
     angle_bytes: int
+    mask: int  # [B, N], added to scores; 0: none
+    mask_bytes: int
+    # of its cache; linear attention has states instead
+    num_tokens: int  # N
     key: int  # bytes from one sequence, head and token to the next
     key_seq: int
     key_head: int
@@ -83,12 +104,15 @@ class LayerCall(NamedTuple):
     value_seq: int
     value_head: int
     value_row: int
-    mask: int  # [B, N], added to scores; 0: none
-    mask_bytes: int
+    window: int  # the last inputs of the convolution, [B, channels, window_width]
+    recurrent: int  # the state of the rule, [B, heads of values, d, v]
+    next_window: int  # the same with the new token
+    next_recurrent: int
+    window_width: int
     # memory for what is between
     hidden: int  # [B, D]
     arranged: int  # the widest of what the products get
-    heads: int  # [B, H * d + G * d + G * v]
+    heads: int  # [B, num_columns]
     queries: int  # [B, H, ...]
     attended: int  # [B, H * v]
     out: int  # [B, D]
@@ -97,6 +121,7 @@ class LayerCall(NamedTuple):
     # results
     residual: int  # [B, D]
     normed: int  # [B, D]
-    logits: int  # float32 [B, E]
+    logits: int  # float32 [B, num_logits]
     top_k_index: int  # int64 [B, K]
     top_k_weights: int  # [B, K]
+    shared: int  # float32 [B, D]: what a shared expert adds

@@ -4,7 +4,7 @@ products of experts (work.py). All experts of the layers are in memory.
     choose         how a router chooses: the experts with the largest logits. The weight of each is
                    the exponential of its logit over the sum for all experts, or for the chosen ones
     begin_routed   the chosen pairs sorted by expert, and the rows that experts get
-    end_routed     the weighted sum of each sequence's rows, and the residual
+    end_routed     the weighted sum of each sequence's rows, a shared expert's row, and the residual
     in_turn        such calls one after another. All threads of a team enter a call that shares its
                    work out, as team.py has it; one thread enters any other, and the rest wait
 
@@ -47,6 +47,7 @@ class RoutedCall(NamedTuple):
     addresses: int  # int64 [E]: where the slot of each expert begins
     down_addresses: int  # the same for down_proj
     num_experts: int  # E
+    has_shared: int  # expert
     top_k: int  # K
     width: int  # D
     dtype: int  # of normed, residual and result: the index of its name in BIASES
@@ -68,6 +69,7 @@ class RoutedCall(NamedTuple):
     num_seqs: int  # B
     normed: int  # [B, D]
     residual: int  # [B, D]
+    shared: int  # float32 [B, D], of a shared expert
     top_k_index: int  # int64 [B, K]
     top_k_weights: int  # [B, K]
     result: int  # [B, D]
@@ -133,10 +135,16 @@ def begin_routed(address: int) -> None:
             put_int(to, i, int_at(source, i))
 
 
+@njit(nogil=True)
+def _rounded(call, i, value):  # type: ignore[no-untyped-def]
+    put_number(call.result, i, value, call.dtype)
+    return value_at(call.result, i, call.dtype)
+
+
 @c_function(types.void(types.int64), "end_routed")
 def end_routed(address: int) -> None:
-    """Compute the output of the layer: the sums of experts' outputs, rounded, then added to the
-    residual.
+    """Compute the output of the layer: the sums of experts' outputs, what a shared expert adds, and
+    the residual. Each sum is rounded.
     """
     call = _call_at(address)
     for pair in range(call.num_seqs * call.top_k):
@@ -154,9 +162,10 @@ def end_routed(address: int) -> None:
         call.num_seqs,
     )
     for i in range(count):
-        put_number(call.result, i, float_at(call.inputs, i), call.dtype)
-        total = value_at(call.result, i, call.dtype) + value_at(call.residual, i, call.dtype)
-        put_number(call.result, i, total, call.dtype)
+        total = _rounded(call, i, float_at(call.inputs, i))
+        if call.has_shared:
+            total = _rounded(call, i, total + _rounded(call, i, float_at(call.shared, i)))
+        put_number(call.result, i, total + value_at(call.residual, i, call.dtype), call.dtype)
 
 
 @njit(nogil=True)

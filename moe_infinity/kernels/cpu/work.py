@@ -99,6 +99,8 @@ def call_rows(
     _: Any, function: Any, first: Any, last: Any, x: Any, num_tokens: Any, out: Any,
     arguments: Any, slot: Any,
 ) -> Any:  # fmt: skip
+    """Call a function of seven integers, as row functions are."""
+
     def emit(context: Any, b: Any, _: Any, args: Any) -> Any:
         kind = ir.FunctionType(ir.VoidType(), [I64] * 7)
         b.call(b.inttoptr(args[0], kind.as_pointer()), args[1:])

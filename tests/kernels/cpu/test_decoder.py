@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -19,8 +20,11 @@ from moe_infinity.kernels.cpu.decoder import (
     Router,
 )
 from moe_infinity.kernels.cpu.decoder_steps import Cached, DecoderSteps
+from moe_infinity.kernels.cpu.shared_expert import SharedExpert
 from moe_infinity.kernels.kv_rows import packed_rows, unpacked_rows
+from moe_infinity.kernels.reference import FUNCTIONS, Activation
 from moe_infinity.layout import PackedWeight
+from tests.kernels.cpu.test_panels import stored
 
 WIDTH = 96
 SHAPES = {  # heads, heads of keys, width of a head, of its values
@@ -42,6 +46,8 @@ def layer(
     has_bias: bool = False,
     has_sinks: bool = False,
     norms: str = "",
+    has_gates: bool = False,
+    shared: SharedExpert | None = None,
 ) -> Attention:
     num_heads, num_groups, head, value = SHAPES[shape]
     make = torch.Generator().manual_seed(1)
@@ -49,7 +55,8 @@ def layer(
     def weight(*size: int) -> Tensor:
         return (torch.randn(*size, generator=make) * size[-1] ** -0.5).to(dtype)
 
-    rows = num_heads * head, num_groups * head, num_groups * value
+    query = 2 * head if has_gates else head
+    rows = num_heads * query, num_groups * head, num_groups * value
     norm_widths = {"": None, "heads": (head, head), "all": rows[:2]}[norms]
     return Attention(
         products=(weight(rows[0], WIDTH), weight(rows[1], WIDTH), weight(rows[2], WIDTH)),
@@ -69,10 +76,12 @@ def layer(
             weight(7, WIDTH),
             weight(7) if has_bias else None,
             Gate(3, OF_CHOSEN if has_bias else OF_ALL, dtype),
+            shared,
         ),
         scale=head**-0.5,
         num_heads=num_heads,
         num_groups=num_groups,
+        head_width=head,
         rotated=head if rotated is None else rotated,
         pairs=pairs,
     )
@@ -94,7 +103,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, pairs: int) -> Tensor:
 
 
 def routing(router: Router | None, x: Tensor) -> tuple[Tensor, ...]:
-    """Logits, choice and shares, in float64."""
+    """Logits, choice, shares, and what a shared expert adds, in float64."""
     assert router is not None
     logits = x @ router.weight.double().T
     if router.bias is not None:
@@ -103,7 +112,8 @@ def routing(router: Router | None, x: Tensor) -> tuple[Tensor, ...]:
     shares = largest.softmax(-1)
     if router.gate.softmax_over == OF_ALL:
         shares = logits.softmax(-1).gather(1, chosen)
-    return logits, chosen, shares
+    added = x[:, :0] if router.shared is None else router.shared(x)
+    return logits, chosen, shares, added
 
 
 def plain(weight: Tensor | PackedWeight) -> Tensor:
@@ -121,8 +131,8 @@ def reference(
     *,
     stored: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, ...]:
-    """Residual, its norm, logits, choice, shares, and the new keys and values, in float64. They are
-    seen as they are `stored`, by default rounded to the dtype of x.
+    """Residual, its norm, logits, choice, shares, what a shared expert adds, and the new keys and
+    values, in float64. They are seen as they are `stored`, by default rounded to the dtype of x.
     """
     dtype = x.dtype
     x = x.double()
@@ -132,8 +142,9 @@ def reference(
     if attention.biases is not None:
         q, k, v = (y + b.double() for y, b in zip((q, k, v), attention.biases, strict=True))
     heads, groups = attention.num_heads, attention.num_groups
+    q, *gates = q.view(num_seqs, heads, -1).split(attention.head_width, 2)
     q, k, v = (
-        q.view(num_seqs, heads, -1),
+        q,
         k.view(num_seqs, groups, -1),
         v.view(num_seqs, groups, -1),
     )
@@ -160,8 +171,10 @@ def reference(
         weights = torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
     else:
         weights = scores.softmax(-1)
-    out = (weights[:, :, None] @ values.repeat_interleave(repeated, 1)).flatten(1)
-    out = out @ plain(attention.out).double().T
+    out = (weights[:, :, None] @ values.repeat_interleave(repeated, 1))[:, :, 0]
+    for gate in gates:
+        out = out * gate.sigmoid()
+    out = out.flatten(1) @ plain(attention.out).double().T
     if attention.out_bias is not None:
         out = out + attention.out_bias.double()
     residual = x + out
@@ -199,10 +212,10 @@ def test_packed_rows_are_read_and_written_as_they_are(shape, kv_dtype, case):
         keys, values = (unpacked_rows(each[:, :, -1], kv_dtype, torch.float64) for each in cached)
         wanted = reference(attention, x, angles, *before, mask, stored=(keys, values))
         assert torch.equal(found.top_k_index_BK, wanted[3])
-        for one, other in zip(found, wanted, strict=False):
+        for one, other in zip(found[:5], wanted[:5], strict=True):
             size = other.double().abs().max()
             assert (one.double() - other.double()).abs().max() <= 2e-6 * size
-        for one, other in zip((keys, values), wanted[5:], strict=True):
+        for one, other in zip((keys, values), wanted[6:], strict=True):
             largest = other.abs().amax(-1, keepdim=True)
             step = (
                 largest / 127
@@ -226,6 +239,11 @@ CASES = [
     {"norms": "all"},
     {"has_bias": True, "has_sinks": True},
 ]
+GATED = [
+    {"has_gates": True},
+    {"has_gates": True, "rotated": 8, "norms": "heads"},
+    {"has_gates": True, "has_bias": True, "has_sinks": True, "pairs": NEIGHBOURS},
+]
 
 
 @pytest.mark.sample(3)
@@ -234,6 +252,23 @@ CASES = [
 @pytest.mark.parametrize("shape", [*FAST, pytest.param("wide", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_token_gets_what_the_reference_gives(shape, dtype, case):
+    check(shape, dtype, case)
+
+
+@pytest.mark.parametrize("case", GATED, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_gate_behind_each_query_multiplies_what_its_head_attends_to(dtype, case):
+    check("grouped", dtype, case)
+
+
+@pytest.mark.parametrize(("shape", "norms"), [("one each", ""), ("grouped", "all")])
+def test_gates_that_kernels_do_not_know_are_refused(shape, norms):
+    with pytest.raises(ValueError, match="gates"):
+        DecoderKernel(layer(shape, dtype=torch.float32, has_gates=True, norms=norms), torch.float32)
+
+
+def check(shape: str, dtype: torch.dtype, case: dict[str, Any]) -> None:
+    """Compare some tokens with the reference."""
     attention = layer(shape, dtype=dtype, **case)
     steps = DecoderSteps([DecoderKernel(attention, dtype)])
     _, groups, head, value = SHAPES[shape]
@@ -254,9 +289,59 @@ def test_a_token_gets_what_the_reference_gives(shape, dtype, case):
         found = steps.attend(0, x, angles, Cached(*views), mask)
         assert torch.equal(found.top_k_index_BK, wanted[3])
         new = views[0][:, :, -1], views[1][:, :, -1]
-        for one, other in zip((*found, *new), wanted, strict=True):
+        assert found.shared_BD.shape == (num_seqs, 0)
+        for one, other in zip((*found[:5], *new), wanted[:5] + wanted[6:], strict=True):
             size = other.double().abs().max()
             assert (one.double() - other.double()).abs().max() <= tolerance * size
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize(("width", "is_scaled"), [(16, False), (40, True), (300, True)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_shared_expert_adds_what_the_reference_gives(function, width, is_scaled, dtype):
+    """It gets the norm as it is before it is rounded."""
+    make = torch.Generator().manual_seed(width)
+
+    def weight(*size: int) -> Tensor:
+        return (torch.randn(*size, generator=make) * 2 * size[-1] ** -0.5).to(dtype)
+
+    expert = SharedExpert(
+        weight(width, WIDTH),
+        weight(width, WIDTH),
+        weight(WIDTH, width),
+        weight(1, WIDTH) if is_scaled else None,
+        Activation(function),
+    )
+    attention = layer("grouped", dtype=dtype, has_bias=is_scaled, shared=expert)
+    steps = DecoderSteps([DecoderKernel(attention, dtype)])
+    for num_seqs in (1, 5):
+        x = (3 * torch.randn(num_seqs, WIDTH, generator=make)).to(dtype)
+        angles = torch.ones(num_seqs, 16), torch.zeros(num_seqs, 16)
+        cached = (torch.zeros(num_seqs, 2, 1, 32).to(dtype) for _ in range(2))
+        keys, values = cached
+        wanted = reference(attention, x, angles, keys, values, None)
+        found = steps.attend(0, x, angles, Cached(keys, values), None)
+        assert torch.equal(found.top_k_index_BK, wanted[3])
+        for one, other in zip((found.logits, found.shared_BD), (wanted[2], wanted[5]), strict=True):
+            tolerance = (2e-6 if dtype == torch.float32 else 2**-8) * other.abs().max()
+            assert (one - other).abs().max() <= tolerance
+            assert (one * 0.98 - other).abs().max() > tolerance
+
+
+def test_a_shared_expert_of_packed_weights_is_read_as_it_lies():
+    """Each in another way."""
+    make = torch.Generator().manual_seed(3)
+    gate, up = (stored(kind, 64, WIDTH)[0] for kind in ("ggml q8_0", "fp8 rows"))
+    down = stored("bf16", WIDTH, 64)[0]
+    expert = SharedExpert(gate, up, down, torch.randn(1, WIDTH, generator=make), Activation())
+    attention = layer("grouped", dtype=torch.float32, shared=expert)
+    steps = DecoderSteps([DecoderKernel(attention, torch.float32)])
+    x = torch.randn(2, WIDTH, generator=make)
+    angles = torch.ones(2, 16), torch.zeros(2, 16)
+    keys, values = torch.zeros(2, 2, 1, 32), torch.zeros(2, 2, 1, 32)
+    wanted = reference(attention, x, angles, keys, values, None)[5]
+    found = steps.attend(0, x, angles, Cached(keys, values), None).shared_BD
+    assert (found - wanted).abs().max() <= 2e-6 * wanted.abs().max()
 
 
 @pytest.mark.parametrize("norms", ["", "all"])
