@@ -25,6 +25,7 @@ from moe_infinity.server.ollama_body import (
     OllamaEmbedBody,
     OllamaGenerateBody,
     OllamaGenerationBody,
+    OllamaPullBody,
     OllamaShowBody,
     parsed,
 )
@@ -132,6 +133,7 @@ class OllamaApi:
         add_get(router, "/ps", self.running)
         add_post = partial(router.add_api_route, methods=["POST"])
         add_post("/show", self.show)
+        add_post("/pull", self.pull)
         add_post("/chat", self.chat)
         add_post("/generate", self.generate)
         add_post("/embed", self.embed)
@@ -180,6 +182,15 @@ class OllamaApi:
                 "capabilities": capabilities,
                 "modified_at": self._since,
             }
+        )
+
+    async def pull(self, body: OllamaPullBody) -> Response:
+        """Whoever downloads a model before its use is told that it is here."""
+        self._backend.require_model(body.model or body.name)
+        is_stream = body.stream is not False
+        return Response(
+            line({"status": "success"}),
+            media_type=OllamaAnswer.media_type if is_stream else "application/json",
         )
 
     async def chat(self, request: HttpRequest, body: OllamaChatBody) -> Response:

@@ -173,6 +173,10 @@ class OllamaShowBody(OllamaBody):
     name: str | None = None  # an older name of `model`
 
 
+class OllamaPullBody(OllamaShowBody):
+    stream: bool | None = None
+
+
 def parsed(kind: type[Parsed], fields: dict[str, Any]) -> Parsed:
     """The body of another API. Raises RequestValidationError, which names the field."""
     try:

@@ -173,6 +173,15 @@ def test_the_one_model_is_listed_and_described(server):
     assert httpx.get(f"{server.url}/api/version").json()["version"].count(".") == 2
 
 
+@pytest.mark.parametrize("name", ["model", "name"])
+def test_whoever_pulls_the_model_is_told_that_it_is_here(server, name):
+    """As clients do before the first use."""
+    streamed = posted(server, "pull", {name: "tiny"})
+    assert streamed.headers["content-type"].startswith("application/x-ndjson")
+    whole = posted(server, "pull", {name: "tiny", "stream": False})
+    assert streamed.json() == whole.json() == {"status": "success"}
+
+
 def test_vectors_are_those_of_embeddings(server):
     with server.client() as client:
         expected = client.embeddings.create(model="tiny", input="w5", encoding_format="float")
@@ -197,7 +206,7 @@ def test_vectors_are_those_of_embeddings(server):
         ("generate", {"prompt": "w5", "context": [5]}, 400, "context"),
         ("generate", {"prompt": "w5 " * 600, "raw": True}, 400, "prompt"),
         ("embed", {"model": "tiny"}, 400, "input"),
-        ("pull", {"model": "llama3"}, 404, "Not Found"),
+        ("pull", {"model": "llama3"}, 404, "llama3"),
         ("tags", {}, 405, "Method Not Allowed"),
     ],
 )
