@@ -181,6 +181,19 @@ def _search_attention(layer: nn.Module, rotation: nn.Module, *, gives_two: bool)
     )
 
 
+def _angles_of(rotation: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the cosines and sines of the positions 3, 4 and 5. Where tokens may be those of
+    images, a token has three: some classes want all, also of text.
+    """
+    positions = torch.tensor([[3, 4, 5]], dtype=torch.long, device="cpu")
+    module = in_float32(rotation)
+    try:
+        angles: tuple[Tensor, Tensor] = module(x, positions)
+    except IndexError:
+        angles = module(x, positions.expand(3, 1, 3))
+    return angles
+
+
 class _TrialRun:
     """A run of a layer's own code on random tokens: two of a prompt, then one more."""
 
@@ -193,8 +206,7 @@ class _TrialRun:
         norm: Any = getattr(self._layer, NORM)
         norm.weight.mul_(strength)
         x = trial.random(1, 3, len(norm.weight))
-        positions = torch.tensor([[3, 4, 5]], dtype=torch.long, device="cpu")
-        cos, sin = in_float32(rotation)(x, positions)
+        cos, sin = _angles_of(rotation, x)
         self.cos = cos
         self._x = x[:, 2:]
         self._angles = cos[:, 2], sin[:, 2]
