@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
 import time
 import weakref
 from collections.abc import Callable
@@ -32,6 +33,7 @@ class ReadThreads:
         self._name = name
         self._waiting: Waiting = SimpleQueue()
         self._threads: list[Thread] = []
+        self._process = os.getpid()  # that the threads are in
         self._lock = Lock()
         self._end = weakref.finalize(self, self._waiting.put, None)  # once
         open_threads.add(self)
@@ -45,7 +47,9 @@ class ReadThreads:
             if not self._end.alive:
                 raise RuntimeError(f"{self._name}: closed")
             self._waiting.put((work, future))
-            self._threads = [each for each in self._threads if each.is_alive()]  # none after a fork
+            if self._process != os.getpid():  # a fork has no threads but the one that made it
+                self._threads = []
+                self._process = os.getpid()
             if len(self._threads) < self._num_threads:
                 name = f"{self._name}_{len(self._threads)}"
                 thread = Thread(target=_run, args=(self._waiting,), name=name, daemon=True)
