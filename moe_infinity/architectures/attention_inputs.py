@@ -162,7 +162,7 @@ class KeysAndValues:
         """Return the keys and values, with room for a token."""
         return Cached(*with_room(cache_layer))
 
-    def add_token(self, cache_layer: Any) -> None:
+    def add_token(self, cache_layer: Any, _: Cached) -> None:
         """Let the layer have the token that was written, see `open`."""
         add_token(cache_layer)
 

@@ -26,8 +26,8 @@ of two paths through them:
 Both paths give the same bits. All longer inputs run the layer's own code, and so does a call with
 arguments that are not known here, or to modules that were changed or are watched (module_state.py).
 
-decoder_search.py and block_search.py find which layers the kernel can compute: one of each kind is
-tried when the model is loaded.
+decoder_search.py finds which layers the kernel can compute: one of each kind is tried when the
+model is loaded.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ from moe_infinity.architectures.module_state import ModuleState, stock_forward
 from moe_infinity.architectures.trial import Found
 from moe_infinity.experts import Ints
 from moe_infinity.kernels.cpu.decoder import DecoderKernel, LinearAttention
-from moe_infinity.kernels.cpu.decoder_steps import Attended, DecoderSteps
-from moe_infinity.kernels.cpu.delta_states import DeltaStates
+from moe_infinity.kernels.cpu.decoder_steps import Attended, Cached, DecoderSteps, States
+from moe_infinity.kernels.cpu.delta_states import DeltaStates, SpareStates
 from moe_infinity.kernels.residents import Residents
 
 MOST_SEQUENCES = 64  # of a step
@@ -79,6 +79,7 @@ class DecoderLayer:
         layer: nn.Module,
         kind: LayerKind,
         angles: Angles | None,
+        spare: SpareStates,
         early_router: EarlyRouter | None,
         *,
         kv_dtype: str,
@@ -93,11 +94,11 @@ class DecoderLayer:
         chooses = None if gate is None else described_router(block, gate, shared)
         described = kind.attention.describe(layer, chooses)
         self.kernel = DecoderKernel(described, dtype_of(layer), kv_dtype)
-        self._cache: KeysAndValues | DeltaStates
+        self.cache: Any  # KeysAndValues or DeltaStates
         if isinstance(described, LinearAttention):
-            self._cache = DeltaStates(described.shape)
+            self.cache = DeltaStates(described.shape, spare)
         else:
-            self._cache = KeysAndValues(self.kernel.cache_kind)
+            self.cache = KeysAndValues(self.kernel.cache_kind)
         self.angles = angles
         # Of a batch the model may make other masks than of one sequence.
         self._may_follow = {False: may_follow, True: may_follow}
@@ -155,13 +156,13 @@ class DecoderLayer:
 
     def _with_block(self, x: Tensor, cache_layer: Any, kwargs: dict[str, Any]) -> Tensor:
         """Compute by the kernel up to the experts, then by these or the block around them."""
-        cached = self._cache.open(cache_layer)
+        cached = self.cache.open(cache_layer)
         angles = mask = None
         if self.angles is not None:
             angles = self.angles.of(kwargs["position_embeddings"])
             mask = self.angles.mask_of(kwargs.get("attention_mask"), cached.num_tokens)
         attended = self._steps.attend(self._number, x[:, 0], angles, cached, mask)
-        self._cache.add_token(cache_layer)
+        self.cache.add_token(cache_layer, cached)
         residual = attended.residual[:, None]
         if self._early_router is not None:
             self._early_router.note_residual(residual)
@@ -202,13 +203,8 @@ class DecoderLayer:
         if not is_for_kernel:
             return None
         cache_layer = cache.layers[index]
-        fits = self._cache.fits(cache_layer, x, kwargs.get("attention_mask"))
+        fits = self.cache.fits(cache_layer, x, kwargs.get("attention_mask"))
         return cache_layer if fits else None
-
-    @property
-    def cache(self) -> KeysAndValues | DeltaStates:
-        """How the kernel reaches the layer's part of a cache."""
-        return self._cache
 
     def may_follow(self, x: Tensor) -> bool:
         """Return True if the layer is expected to get the arguments of the layer before it."""
@@ -288,6 +284,7 @@ class _Answer(NamedTuple):
 
     kwargs: dict[str, Any]
     cache_layer: Any
+    cached: Cached | States
     mark: Tensor  # of the cache layer, to which a token is added
     out: Tensor
     top_k_index_BK: Ints
@@ -339,9 +336,9 @@ class LayersAhead:
             mask = shared.mask_of(kwargs.get("attention_mask"), cached[0].num_tokens)
         outs, routings = self._steps.run(number, x[:, 0], angles, cached, mask, residents)
         answers = [
-            _Answer(kwargs, own, layer.cache.mark(own), out[:, None], top_k_index_BK)
-            for layer, own, out, top_k_index_BK in zip(
-                layers, cache_layers, outs, routings, strict=True
+            _Answer(kwargs, own, opened, layer.cache.mark(own), out[:, None], top_k_index_BK)
+            for layer, own, opened, out, top_k_index_BK in zip(
+                layers, cache_layers, cached, outs, routings, strict=True
             )
         ]
         for i in range(1, len(answers)):
@@ -375,5 +372,5 @@ class LayersAhead:
     def _enter(self, number: int, answer: _Answer) -> Tensor:
         """Return an answer, and let cache and engine know that its layer was computed."""
         self._layers[number].note(answer.top_k_index_BK)
-        self._layers[number].cache.add_token(answer.cache_layer)
+        self._layers[number].cache.add_token(answer.cache_layer, answer.cached)
         return answer.out

@@ -1,9 +1,8 @@
-"""Finds how a decoder layer computes, in the words of kernels/cpu/decoder.py. block_search.py finds
-what follows the attention.
+"""Finds how a decoder layer computes, in the words of kernels/cpu/decoder.py. Each part is found by
+trying (trial.py):
 
-The attention is found by trying (trial.py). A copy of the layer, with a stub in place of what
-follows the attention, runs on random tokens; so does the kernel, with every way to rotate heads
-that it knows.
+    attention_search.py    its attention; linear_attention.py if that is linear
+    block_search.py        what follows: a router, experts, and perhaps a shared expert
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from moe_infinity.architectures.trial import Differs, Verdict, first_found, is_c
 from moe_infinity.kernels.cpu.decoder import DecoderKernel, LinearAttention, Router
 from moe_infinity.kernels.cpu.decoder_steps import DecoderSteps, States
 from moe_infinity.kernels.cpu.delta_rule import DTYPES, DeltaShape
-from moe_infinity.kernels.cpu.delta_states import DeltaStates
+from moe_infinity.kernels.cpu.delta_states import DeltaStates, SpareStates
 
 # The linear layers that go in: each kind of number apart, or those of a head of keys together.
 APART = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
@@ -134,7 +134,7 @@ def _search(layer: nn.Module, *, gives_two: bool) -> DeltaProducts:
     module: Any = attention_of(trial.module)
     cache.layers = [own] * (module.layer_idx + 1)
     trial.run(x[:, :-1], cache, None, None)
-    access = DeltaStates(described.shape)
+    access = DeltaStates(described.shape, SpareStates())
     if not access.fits(own, x[:, -1:], None):
         raise Differs("its states are not those that the kernel knows")
     states = States(*(each.clone() for each in access.open(own)))

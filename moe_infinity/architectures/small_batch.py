@@ -50,6 +50,7 @@ from moe_infinity.architectures.without_experts import uncompiled
 from moe_infinity.kernels.cpu.attention import attend_grouped
 from moe_infinity.kernels.cpu.convolution import DepthwiseConvolutions, has_convolution
 from moe_infinity.kernels.cpu.decoder_steps import DecoderSteps
+from moe_infinity.kernels.cpu.delta_states import SpareStates
 from moe_infinity.kernels.cpu.linear import fused_linear
 from moe_infinity.kernels.cpu.team import give_torch_all, leave_torch_one
 from moe_infinity.kernels.many_rows import MOST_TOKENS, MOST_TOKENS_UNPACKED, is_for_torch
@@ -133,6 +134,7 @@ class KernelLayers:
             self._verdicts |= dict.fromkeys(kinds, FellBack("layers have several dtypes"))
             return
         angles: dict[int, Angles] = {}
+        spare = SpareStates()
         before = ""
         for layer, kind in kinds.items():
             num_pairs = kind.attention.num_pairs
@@ -140,6 +142,7 @@ class KernelLayers:
                 layer,
                 kind,
                 angles.setdefault(num_pairs, Angles(num_pairs)) if num_pairs else None,
+                spare,
                 early_router,
                 kv_dtype=self._kv_dtype,
                 may_follow=bool(before) and names[layer] == _next_name(before),

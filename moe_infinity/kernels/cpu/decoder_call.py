@@ -46,7 +46,7 @@ from moe_infinity.kernels.cpu.layer_call import (
 from moe_infinity.kernels.cpu.put_row import put_row
 from moe_infinity.kernels.cpu.routed import choose
 from moe_infinity.kernels.cpu.team import LINE, fetch_add, wait_for
-from moe_infinity.kernels.cpu.vectors import LANES, float_at, put_float
+from moe_infinity.kernels.cpu.vectors import LANES, float_at, put_float, sigmoid
 from moe_infinity.kernels.cpu.work import (
     BLOCK_BYTES,
     block_at,
@@ -201,12 +201,6 @@ def _make_heads(call, seq, group):  # type: ignore[no-untyped-def]
         _make_head(call, own, seq, 1, call.query_norm, query_eps, of_queries, head)
         to = call.queries + query_bytes * (seq * num_heads + head)
         arrange(own, 4 * call.head_width, to, 1, arrangement)
-
-
-@njit(nogil=True)
-def sigmoid(x):  # type: ignore[no-untyped-def]
-    """Return 1 / (1 + exp(-x))."""
-    return types.float32(1) / (types.float32(1) + math.exp(-x))
 
 
 @njit(nogil=True)

@@ -78,9 +78,7 @@ class Cached(NamedTuple):
 class States(NamedTuple):
     """The states of linear attention, which has no keys: as they are, and memory for the next."""
 
-    window: (
-        Tensor  # [B, channels, at least K - 1], the last inputs of the convolution, of x's dtype
-    )
+    window: Tensor  # [B, channels, at least K - 1], of x's dtype: inputs of the convolution
     recurrent: Tensor  # float32 [B, V, d, v]
     next_window: Tensor  # all without gaps
     next_recurrent: Tensor

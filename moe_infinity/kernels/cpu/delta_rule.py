@@ -37,11 +37,10 @@ from moe_infinity.kernels.cpu.decoder_call import (
     finish,
     layer_call_at,
     meet,
-    sigmoid,
     take,
 )
 from moe_infinity.kernels.cpu.layer_call import OUT_EPS
-from moe_infinity.kernels.cpu.vectors import float_at, int_at, put_float
+from moe_infinity.kernels.cpu.vectors import float_at, int_at, put_float, sigmoid
 from moe_infinity.kernels.cpu.work import BIASES, put_number, value_at
 
 DTYPES = tuple(getattr(torch, name) for name in BIASES)  # of the states of convolutions

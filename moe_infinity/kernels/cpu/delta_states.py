@@ -14,14 +14,36 @@ from moe_infinity.kernels.cpu.delta_rule import DeltaShape
 UPDATES = {"update_conv_state", "update_recurrent_state"}  # methods of cache layers
 
 
+class SpareStates:
+    """Memory for the next states, which all layers of a model share. A layer that takes new states
+    gives back those that it had.
+    """
+
+    def __init__(self) -> None:
+        self._pairs: list[tuple[Tensor, Tensor]] = []  # all of one kind
+
+    def take(self, like: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return a pair of the same shapes and dtypes."""
+        kinds = [*map(_kind_of, like)]
+        if self._pairs and [*map(_kind_of, self._pairs[-1])] != kinds:
+            self._pairs.clear()
+        if self._pairs:
+            return self._pairs.pop()
+        return torch.empty_like(like[0]), torch.empty_like(like[1])
+
+    def give_back(self, pair: tuple[Tensor, Tensor]) -> None:
+        """Keep a pair that nobody needs any more."""
+        self._pairs.append(pair)
+
+
 class DeltaStates:
     """How the kernel reaches the states that one layer has in a cache. They change places with
     spare ones at each token.
     """
 
-    def __init__(self, shape: DeltaShape) -> None:
+    def __init__(self, shape: DeltaShape, spare: SpareStates) -> None:
         self._shape = shape
-        self._spare: tuple[Tensor, ...] = ()
+        self._spare = spare
 
     def fits(self, cache_layer: Any, x: Tensor, mask: Tensor | None) -> bool:
         """Return True if the kernel can go on with its states."""
@@ -47,16 +69,13 @@ class DeltaStates:
     def open(self, cache_layer: Any) -> States:
         """Return the states, with memory for the next ones."""
         now = _states_of(cache_layer)
-        if [*map(_kind_of, self._spare)] != [*map(_kind_of, now)]:
-            self._spare = tuple(map(torch.empty_like, now))
-        return States(*now, *self._spare)
+        return States(*now, *self._spare.take(now))
 
-    def add_token(self, cache_layer: Any) -> None:
+    def add_token(self, cache_layer: Any, states: States) -> None:
         """Let the layer have the states that were written, see `open`."""
-        window, state = self._spare
-        self._spare = _states_of(cache_layer)
-        cache_layer.conv_states[0] = window
-        cache_layer.recurrent_states[0] = state
+        cache_layer.conv_states[0] = states.next_window
+        cache_layer.recurrent_states[0] = states.next_recurrent
+        self._spare.give_back((states.window, states.recurrent))
 
     def mark(self, cache_layer: Any) -> Tensor:
         """Return a tensor that is another one after each token."""

@@ -10,7 +10,6 @@ Legend: B sequences, D model width, E experts, F width of the shared expert.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -24,7 +23,7 @@ from moe_infinity.kernels.cpu.activations import activate_lanes
 from moe_infinity.kernels.cpu.arrangement import Arrangement, arrange
 from moe_infinity.kernels.cpu.compiler import c_function, reader_of
 from moe_infinity.kernels.cpu.linear import product_of
-from moe_infinity.kernels.cpu.vectors import LANES, float_at, put_float
+from moe_infinity.kernels.cpu.vectors import LANES, float_at, put_float, sigmoid
 from moe_infinity.kernels.reference import Activation
 from moe_infinity.layout import PackedWeight
 
@@ -114,8 +113,7 @@ def input_function() -> Any:
         for f in range(0, width, LANES):
             activate_lanes(row, f, width - f, width, 1, function, numbers)
         if is_scaled:
-            one = types.float32(1)
-            scale = one / (one + math.exp(-float_at(row, 2 * width)))
+            scale = sigmoid(float_at(row, 2 * width))
             for f in range(width):
                 put_float(row, f, float_at(row, f) * scale)
         arrange(row, 0, to, 1, _arrangement_at(arranged_by))

@@ -6,11 +6,12 @@ and return are values in that code.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 from llvmlite import ir
-from numba import types
+from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
@@ -362,3 +363,9 @@ def put_bfloat(_: Any, address: Any, index: Any, value: Any) -> Any:
 
 def _element(b: Any, args: Any, kind: Any) -> Any:
     return b.gep(b.inttoptr(args[0], kind.as_pointer()), [args[1]])
+
+
+@njit(nogil=True)
+def sigmoid(x):  # type: ignore[no-untyped-def]
+    """Return 1 / (1 + exp(-x))."""
+    return types.float32(1) / (types.float32(1) + math.exp(-x))
