@@ -256,7 +256,6 @@ class DecoderKernel:
             key_norm_eps=layer.key_norm_eps,
             residual_norm_eps=layer.residual_norm_eps,
             score_scale=layer.scale,
-            out_norm_eps=0,
         )
         return {
             "packing": PACKINGS.index(self.packing),
@@ -284,10 +283,7 @@ class DecoderKernel:
         self.function = delta_function().address
         numbers = LayerNumbers(
             norm_eps=layer.norm_eps,
-            query_norm_eps=0,
-            key_norm_eps=0,
             residual_norm_eps=layer.residual_norm_eps,
-            score_scale=0,
             out_norm_eps=layer.out_norm_eps,
         )
         delta = DeltaCall(

@@ -17,14 +17,14 @@ class LayerNumbers(NamedTuple):
     """The numbers of a layer, which lie one after the other in memory."""
 
     norm_eps: float
-    query_norm_eps: float
-    key_norm_eps: float
     residual_norm_eps: float
-    score_scale: float
-    out_norm_eps: float  # of linear attention
+    query_norm_eps: float = 0.0
+    key_norm_eps: float = 0.0
+    score_scale: float = 0.0
+    out_norm_eps: float = 0.0  # of linear attention
 
 
-NORM_EPS, QUERY_EPS, KEY_EPS, RESIDUAL_EPS, SCORE_SCALE, OUT_EPS = range(len(LayerNumbers._fields))
+NORM_EPS, RESIDUAL_EPS, QUERY_EPS, KEY_EPS, SCORE_SCALE, OUT_EPS = range(len(LayerNumbers._fields))
 
 
 class LayerCall(NamedTuple):
