@@ -292,7 +292,7 @@ class Api:
     async def responses(self, request: HttpRequest, body: ResponsesBody) -> Response:
         """Answer a conversation, of which earlier turns may be named by their ids."""
         turn = self._turn(request, body)
-        answer_to = partial(ResponseAnswer, asked=body, keep=turn.end)
+        answer_to = partial(ResponseAnswer, asked=body, turn=turn)
         return await self._backend.chat(
             request,
             lambda: turn.whole(self._backend.accepted(body)).for_chat(),
@@ -326,8 +326,8 @@ class Api:
 
     def _turn(self, request: HttpRequest, body: ResponsesBody) -> ResponseTurn:
         owner = request.state.owner
-        keeps = body.store is not False
-        return ResponseTurn(self._kept, owner, keeps=keeps, max_bytes=self._backend.max_body)
+        store = body.store is not False
+        return ResponseTurn(self._kept, owner, store=store, max_bytes=self._backend.max_body)
 
     async def _num_tokens(
         self, request: HttpRequest, asked: Callable[[], ChatBody], names: FieldNames

@@ -40,6 +40,11 @@ class KeptTexts:
         self._texts: OrderedDict[tuple[str, str], str] = OrderedDict()  # newest last, all ASCII
         self._lock = Lock()
 
+    @property
+    def has_room(self) -> bool:
+        """True if anything can be kept."""
+        return self._most_bytes > 0
+
     def put(self, owner: str, id_: str, text: str) -> None:
         """Keep an ASCII text, and drop those that nobody has used for longest."""
         with self._lock:
@@ -59,10 +64,10 @@ class KeptTexts:
 class ResponseTurn:
     """One request of a conversation, and its answer."""
 
-    def __init__(self, kept: KeptTexts, owner: str, *, keeps: bool, max_bytes: int) -> None:
+    def __init__(self, kept: KeptTexts, owner: str, *, store: bool, max_bytes: int) -> None:
         self._kept = kept
         self._owner = owner
-        self._keeps = keeps
+        self.keeps = store and kept.has_room
         self._previous: str | None = None
         self._said: list[dict[str, Any]] = []  # the request's own items
         self._bytes_left = max_bytes  # of all that is named
@@ -73,7 +78,7 @@ class ResponseTurn:
         """
         text = body.input
         items = [InputMessage(role="user", content=text)] if isinstance(text, str) else text
-        if self._keeps:
+        if self.keeps:
             self._previous = body.previous_response_id
             self._said = [item.model_dump(mode="json", by_alias=True) for item in items]
         whole = [*self._before(body.previous_response_id), *self._resolved(items)]
@@ -82,7 +87,7 @@ class ResponseTurn:
 
     def end(self, response: dict[str, Any]) -> None:
         """Keep the items of the request and of its answer."""
-        if not self._keeps:
+        if not self.keeps:
             return
         output = response["output"]
         for item in output:

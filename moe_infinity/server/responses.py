@@ -7,11 +7,12 @@ numbers.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import chain
 from typing import Any
 
 from moe_infinity.server.answers import ChatAnswer, sse
+from moe_infinity.server.kept import ResponseTurn
 from moe_infinity.server.refusals import Refused
 from moe_infinity.server.responses_body import ResponsesBody
 from moe_infinity.server.sequences import Output, Request, TokenText
@@ -30,15 +31,16 @@ class ResponseAnswer(ChatAnswer):
         requests: Sequence[Request],
         *,
         asked: ResponsesBody,
-        keep: Callable[[dict[str, Any]], None],
+        turn: ResponseTurn,
         **settings: Any,
     ) -> None:
         super().__init__(requests, **settings)
-        self._keep = keep  # for later requests, once the answer is whole
+        self._turn = turn  # keeps the answer for later requests, once it is whole
         sampling = requests[0].sampling
         self._echoed_fields = asked.echoed_fields() | {
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
+            "store": turn.keeps,
         }
         self._names = asked.names_in_namespaces()
         self._id = f"resp_{uuid.uuid4().hex}"
@@ -61,7 +63,7 @@ class ResponseAnswer(ChatAnswer):
                 "total_tokens": usage["total_tokens"],
             },
         )
-        self._keep(response)
+        self._turn.end(response)
         return response
 
     def first_chunks(self) -> list[str]:

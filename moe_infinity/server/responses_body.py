@@ -368,7 +368,6 @@ class ResponsesBody(SampledBody):
             "previous_response_id": self.previous_response_id,
             "reasoning": reasoning,
             "service_tier": "default",
-            "store": self.store is not False,
             "text": {"format": text_format.model_dump(by_alias=True)},
             "tool_choice": choice.model_dump(exclude_none=True)
             if isinstance(choice, Body)

@@ -88,14 +88,14 @@ def test_a_call_that_is_named_gets_its_result():
     kept = KeptTexts()
     call = {"type": "function_call", "id": "fc_1", "call_id": "functions.w88:0", "name": "w88"}
     result = {"type": "function_call_output", "call_id": "functions.w88:0", "output": "w7"}
-    first = ResponseTurn(kept, "", keeps=True, max_bytes=10_000)
+    first = ResponseTurn(kept, "", store=True, max_bytes=10_000)
     first.whole(ResponsesBody.model_validate({"input": "w5"}))
     first.end({"id": "resp_1", "output": [call]})
     whole = ResponsesBody.model_validate({"input": [said("w5"), call, result]}).for_chat()
     by_answer = {"input": [result], "previous_response_id": "resp_1"}
     by_item = {"input": [said("w5"), {"type": "item_reference", "id": "fc_1"}, result]}
     for body in (by_answer, by_item):
-        turn = ResponseTurn(kept, "", keeps=False, max_bytes=10_000)
+        turn = ResponseTurn(kept, "", store=False, max_bytes=10_000)
         named = turn.whole(ResponsesBody.model_validate(body)).for_chat()
         assert [m.for_template() for m in named.messages] == [
             m.for_template() for m in whole.messages
@@ -128,6 +128,14 @@ def test_a_conversation_that_is_named_is_no_larger_than_a_body(moe):
         second = ask(server, input="w5 " * 150, previous_response_id=first["id"])
         answer = ask(server, input="w9", previous_response_id=second.json()["id"])
     assert (answer.status_code, answer.json()["error"]["param"]) == (413, "previous_response_id")
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "store", "keeps"), [(9, True, True), (9, False, False), (0, True, False)]
+)
+def test_an_answer_says_whether_it_is_kept(num_bytes, store, keeps):
+    """Behind --replicas nothing is: the next request may come to another."""
+    assert ResponseTurn(KeptTexts(num_bytes), "", store=store, max_bytes=9).keeps is keeps
 
 
 def test_texts_leave_in_the_order_of_their_last_use():
