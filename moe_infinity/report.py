@@ -27,7 +27,7 @@ class TierOccupancy:
 class PathTaken(NamedTuple):
     """Which code computes one module of a model."""
 
-    kind: str  # "experts", "layer", "router", "block" or "attention"
+    kind: str  # "experts", "layer", "router" or "block"
     class_name: str
     reason: str | None  # why the module's own code computes it; None: a kernel does
 
