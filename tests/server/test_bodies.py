@@ -135,7 +135,7 @@ def test_the_document_has_every_route_and_the_bodies_they_take(server):
             if "requestBody" in operation:
                 content = operation["requestBody"]["content"]["application/json"]
                 bodies[path] = content["schema"]["$ref"].rpartition("/")[2]
-    assert len(document["paths"]) == 32
+    assert len(document["paths"]) == 33
     assert bodies == {
         "/v1/completions": "CompletionBody",
         "/v1/chat/completions": "ChatBody",
@@ -148,6 +148,7 @@ def test_the_document_has_every_route_and_the_bodies_they_take(server):
         "/api/embed": "OllamaEmbedBody",
         "/api/embeddings": "OllamaEmbedBody",
         "/api/generate": "OllamaGenerateBody",
+        "/api/pull": "OllamaPullBody",
         "/api/show": "OllamaShowBody",
         "/completion": "LlamaBody",
         "/apply-template": "ChatBody",

@@ -34,6 +34,7 @@ from moe_infinity.server.ollama_body import (
     OllamaChatBody,
     OllamaEmbedBody,
     OllamaGenerateBody,
+    OllamaPullBody,
     OllamaShowBody,
 )
 from moe_infinity.server.protocol import CompletionBody, DetokenizeBody, EmbeddingsBody
@@ -58,6 +59,7 @@ LEAST: dict[type[BaseModel], dict[str, Any]] = {
     OllamaGenerateBody: {"prompt": "a"},
     OllamaEmbedBody: {"input": "a"},
     OllamaShowBody: {"name": "m"},
+    OllamaPullBody: {"name": "m"},
 }
 FUNCTION = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 ITEMS: dict[str, Any] = {
