@@ -49,7 +49,7 @@ class Outcome(NamedTuple):
 
 
 PASSED = Outcome(True, "", 0)
-Outcomes = dict[str, Outcome]  # by the name of the test
+Outcomes = dict[str, Outcome]  # by the class and the name of the test
 
 
 def run(source: Path, model: str, form: str | None) -> Outcomes:
@@ -82,7 +82,7 @@ def outcomes(results: Path) -> Outcomes:
         is_passed = not failures and case.find("skipped") is None
         message = failures[0].get("message", "").partition("\n")[0] if failures else ""
         loaded = [p.get("value", "0") for p in case.iter("property")]
-        name = case.get("name", "")
+        name = f"{case.get('classname', '').rpartition('.')[2]}.{case.get('name', '')}"
         if found.get(name, PASSED).is_passed:  # subtests have the name of their test
             found[name] = Outcome(is_passed, message, sum(map(int, loaded)))
     return found
@@ -133,7 +133,7 @@ def main() -> int:
                 flush=True,
             )
             for test, message in found.items():
-                failures[test, form, message].append(model)
+                failures[test.rpartition(".")[2], form, message].append(model)
     print(f"transformers {transformers.__version__}\n{table(failures)}")
     return int(any(REFUSAL not in message for _, _, message in failures))
 

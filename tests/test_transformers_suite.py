@@ -58,6 +58,10 @@ class Test(unittest.TestCase):
             with self.subTest(part=part):
                 model = MixtralForCausalLM(MixtralConfig(**SIZES))
                 self.assertTrue(part or has_experts(model))
+
+class Another(unittest.TestCase):
+    def test_made(self):
+        raise AssertionError("in stock, too, and no excuse for the other one")
 """
 
 
@@ -69,17 +73,18 @@ def test_what_fails_only_through_the_backend_is_found(tmp_path: Path):
     (tests / "test_modeling_mixtral.py").write_text(SUITE)
     stock = run(tmp_path, "mixtral", None)
     assert [name for name, outcome in stock.items() if not outcome.is_passed] == [
-        "test_fails_anyway"
+        "Test.test_fails_anyway",
+        "Another.test_made",
     ]
     assert not any(outcome.num_loaded for outcome in stock.values())
     ours = run(tmp_path, "mixtral", "exact")
     assert ours.keys() == stock.keys()
-    assert ours["test_loaded"].num_loaded == 2
-    assert ours["test_two_experts"].num_loaded == 1
-    assert ours["test_base"].num_loaded == 0
+    assert ours["Test.test_loaded"].num_loaded == 2
+    assert ours["Test.test_two_experts"].num_loaded == 1
+    assert ours["Test.test_base"].num_loaded == 0
     found = failing_only_in(ours, stock)
-    assert found.keys() == {"test_made", "test_loaded", "test_of_parts"}
-    assert "UnsupportedModelError" in found["test_loaded"]
+    assert found.keys() == {"Test.test_made", "Test.test_loaded", "Test.test_of_parts"}
+    assert "UnsupportedModelError" in found["Test.test_loaded"]
 
 
 def test_tests_of_another_version_are_an_error(tmp_path, monkeypatch, capsys):
