@@ -116,15 +116,15 @@ class StepBytes:
     def of(
         cls, config: Any, *, top_k: int, expert_params: int, item_bytes: int, kv_dtype: str
     ) -> StepBytes:
-        """For each of a token's experts there are its input, its output and the weighted output,
-        and what is between, in float32. Attention makes a mask or, where it is not fused, all
-        scores.
+        """For each of a token's experts there is its output in float32 or, where torch computes,
+        its input, its output and what is between. Attention makes a mask or, where it is not fused,
+        all scores.
         """
         text = config.get_text_config(decoder=True)
         widths = _widths(text)
         both = FLOAT32_BYTES + item_bytes  # our kernels take a copy in float32
         width = expert_params // (3 * max(widths.model, 1))  # without a gate it is 2 F / 3
-        experts = FLOAT32_BYTES * top_k * 3 * (widths.model + width)
+        experts = 2 * item_bytes * top_k * (widths.model + 2 * width)
         rest = both * (3 * widths.model + 2 * widths.queries + widths.keys)
         is_fused = config._attn_implementation not in (None, "eager")
         return cls(

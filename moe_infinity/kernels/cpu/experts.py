@@ -21,6 +21,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Sequence
+from itertools import accumulate
+from operator import sub
 
 import numpy as np
 import torch
@@ -220,7 +222,9 @@ class WidenedRows(Rows):
 
 
 class FusedRows(Rows):
-    """Rows that machine code multiplies, all experts in one call."""
+    """Rows that machine code multiplies, all experts of a call at once. What lies between input and
+    output is kept for the rows of one call alone: of a long prompt it is most of the memory.
+    """
 
     def __init__(
         self, experts: FusedExperts, inputs_TD: Tensor, num_rows: int, tokens_P: Tensor | None
@@ -230,14 +234,8 @@ class FusedRows(Rows):
         self._experts = experts
         self._x = host_float32(len(x), arrangement.row_bytes // 4)
         arrange(x.data_ptr(), 4 * x.shape[1], self._x.data_ptr(), len(x), arrangement)
-        if tokens_P is not None:
-            self._x = self._x[tokens_P]
-        self._is_shared = len(self._x) < num_rows
-        # of each row what comes out of up and what goes into down
-        self._scratch = torch.empty(
-            num_rows * experts.row_bytes + SPARE_BYTES, dtype=torch.uint8, device="cpu"
-        )
-        self._hidden_at = self._scratch.data_ptr() + num_rows * experts.up_bytes
+        self._tokens_P = tokens_P
+        self._is_shared = tokens_P is None and len(x) < num_rows
         self.out_PD = host_float32(num_rows, experts.down.num_rows)
 
     def compute(
@@ -248,17 +246,33 @@ class FusedRows(Rows):
         downs: Sequence[int],
     ) -> None:
         """Fill `out_PD`, as each class of `Rows` does."""
+        ends = [*accumulate(map(sub, stops, starts), initial=0)]  # among the rows of this call
+        num_rows = ends[-1]
+        are_neighbours = [*starts[1:]] == [*stops[:-1]]
+        rows: slice | Tensor = slice(min(starts, default=0), max(stops, default=0))
+        if not are_neighbours:
+            rows = torch.cat([*map(torch.arange, starts, stops)])
+        x = self._x
+        if not self._is_shared:
+            x = x[rows if self._tokens_P is None else self._tokens_P[rows]]
+        out = self.out_PD[rows] if are_neighbours else host_float32(num_rows, self.out_PD.shape[1])
+        # of each row what comes out of up and what goes into down
+        scratch = torch.empty(
+            num_rows * self._experts.row_bytes + SPARE_BYTES, dtype=torch.uint8, device="cpu"
+        )
         run_job(
             self._experts.mlp,
             self._experts.hidden_arrangement,
-            starts,
-            stops,
+            ends[:-1],
+            ends[1:],
             addresses,
             downs,
             num_threads=num_threads(),
-            x=self._x.data_ptr(),
+            x=x.data_ptr(),
             x_is_shared=int(self._is_shared),
-            up=self._scratch.data_ptr(),
-            hidden=self._hidden_at,
-            out=self.out_PD.data_ptr(),
+            up=scratch.data_ptr(),
+            hidden=scratch.data_ptr() + num_rows * self._experts.up_bytes,
+            out=out.data_ptr(),
         )
+        if not are_neighbours:
+            self.out_PD[rows] = out
