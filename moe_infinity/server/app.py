@@ -31,6 +31,7 @@ from moe_infinity.server.chat import ChatBody, TokenizeBody
 from moe_infinity.server.config import LOOPBACK, ServeConfig
 from moe_infinity.server.engine import Engine
 from moe_infinity.server.kept import KeptTexts, ResponseTurn
+from moe_infinity.server.kept_api import KeptApi
 from moe_infinity.server.limits import KEPT
 from moe_infinity.server.llama_cpp import LlamaApi
 from moe_infinity.server.metrics import Metrics, stats_of
@@ -167,6 +168,7 @@ class Api:
         add_post("/v1/responses", self.responses, responses=STREAM)
         add_post("/v1/embeddings", self.embeddings)
         add_post("/v1/responses/input_tokens", self.input_tokens)
+        KeptApi(self._backend, self._kept).add_to(router)
         add_post("/v1/messages", self.messages, responses=STREAM | ANTHROPIC_REFUSALS)
         add_post("/v1/messages/count_tokens", self.count_tokens, responses=ANTHROPIC_REFUSALS)
         add_post("/tokenize", self.tokenize)

@@ -46,8 +46,9 @@ HARMLESS = {
     "prediction", "prompt_cache_breakpoint", "prompt_cache_key", "prompt_cache_options",
     "prompt_cache_retention", "slot_id",
     # of earlier answers, beside their text
-    "annotations", "block_binding", "caller", "citations", "encrypted_content", "logprobs",
-    "reasoning_details", "signature", "summary", "thinking_blocks", "toolset_name",
+    "annotations", "block_binding", "caller", "citations", "encrypted_content", "index", "logprobs",
+    "parsed", "parsed_arguments", "reasoning_details", "signature", "summary", "thinking_blocks",
+    "toolset_name",
     # how tools are sent, and who may call them
     "allowed_callers", "defer_loading", "eager_input_streaming", "input_examples",
     # what a stream or an answer has beside the text

@@ -47,28 +47,31 @@ class GrammarPart:
 
 def part_of(structure: Structure, param: str) -> GrammarPart:
     """The grammar of a structure. Raises BadRequest for what is neither JSON nor a grammar."""
+    kind = structure.kind
     value = structure.value
-    if structure.kind == "choice":
+    if kind == "choice":
         require_within(limits.CHOICE, len(value), param)
         require_within(limits.CHOICE_CHARACTERS, sum(map(len, value)), param)
-    elif structure.kind == "regex":
+    elif kind == "regex":
         require_within(limits.REGEX, len(value), param)
-    elif structure.kind == "grammar":
+    elif kind == "grammar":
         # Converting GBNF takes time that grows with the square of its length.
         most = limits.GBNF if "::=" in value else limits.GRAMMAR
         require_within(most, len(value), param)
+        # llguidance would take Lark for GBNF where its first rule is `?start`.
+        kind = "grammar" if "::=" in value else "lark"
     try:
-        if structure.kind == "json":
+        if kind == "json":
             if isinstance(value, str):
                 require_within(limits.SCHEMA, len(value), param)
             schema = json.loads(value) if isinstance(value, str) else value
             return json_part(schema, param)
-        if structure.kind == "regex":
+        if kind == "regex":
             made = json.loads(LLMatcher.grammar_from_regex(value))
             return GrammarPart({"lark_grammar": made["grammars"][0]["lark_grammar"]}, param)
-        if structure.kind == "choice":
+        if kind == "choice":
             value = json.dumps(value)
-        return GrammarPart({"lark_grammar": grammar_from(structure.kind, value)}, param)  # type: ignore[arg-type]
+        return GrammarPart({"lark_grammar": grammar_from(kind, value)}, param)  # type: ignore[arg-type]
     except (ValueError, RecursionError) as error:
         raise BadRequest(str(error), param=param) from error
 

@@ -2,7 +2,7 @@
 
 Clients may send `previous_response_id` or an `item_reference` in place of what they have said and
 been answered. The items of requests and answers are kept in memory as JSON, each under its id, and
-leave it once they are the ones that nobody has used for longest.
+leave it once they are the ones that nobody has used for longest. `kept_api` shows and deletes them.
 """
 
 from __future__ import annotations
@@ -60,6 +60,17 @@ class KeptTexts:
                 self._texts.move_to_end((owner, id_))
             return self._texts.get((owner, id_))
 
+    def drop(self, owner: str, id_: str) -> None:
+        """Keep a text no longer, if it is kept."""
+        with self._lock:
+            self._num_bytes -= len(self._texts.pop((owner, id_), ""))
+
+
+# What a kept text is. Clients give ids of any kind where they may give one of a certain kind.
+ITEM_OF = "item "
+TURN_OF = "turn "
+RESPONSE_OF = "response "
+
 
 class ResponseTurn:
     """One request of a conversation, and its answer."""
@@ -91,16 +102,17 @@ class ResponseTurn:
             return
         output = response["output"]
         for item in output:
-            self._kept.put(self._owner, item["id"], json.dumps(item))
-        turn = {"previous": self._previous, "items": [*self._said, *output]}
-        self._kept.put(self._owner, response["id"], json.dumps(turn))
+            self._kept.put(self._owner, ITEM_OF + item["id"], json.dumps(item))
+        turn = {"previous": self._previous, "said": self._said, "output": output}
+        self._kept.put(self._owner, TURN_OF + response["id"], json.dumps(turn))
+        self._kept.put(self._owner, RESPONSE_OF + response["id"], json.dumps(response))
 
     def _before(self, id_: str | None) -> list[InputItem]:
         """Return all items up to the end of an earlier turn."""
         turns: list[list[InputItem]] = []
         while id_ is not None:
-            turn = json.loads(self._text(id_, "previous_response_id"))
-            items = [ITEM.validate_python(item) for item in turn["items"]]
+            turn = json.loads(self._text(TURN_OF, id_, "previous_response_id"))
+            items = [ITEM.validate_python(item) for item in (*turn["said"], *turn["output"])]
             turns.append([*self._resolved(items)])
             id_ = turn["previous"]
         return [item for items in reversed(turns) for item in items]
@@ -108,12 +120,12 @@ class ResponseTurn:
     def _resolved(self, items: Sequence[InputItem]) -> Iterator[InputItem]:
         for item in items:
             if isinstance(item, ItemReference):
-                yield ITEM.validate_json(self._text(item.id, "input"))
+                yield ITEM.validate_json(self._text(ITEM_OF, item.id, "input"))
             else:
                 yield item
 
-    def _text(self, id_: str, param: str) -> str:
-        text = self._kept.get(self._owner, id_)
+    def _text(self, kind: str, id_: str, param: str) -> str:
+        text = self._kept.get(self._owner, kind + id_)
         if text is None:
             code = "previous_response_not_found" if param == "previous_response_id" else None
             raise BadRequest(f"{id_[:80]!r} {SEND_ALL}", param=param, code=code)

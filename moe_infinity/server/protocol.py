@@ -168,7 +168,9 @@ class GenerationBody(SampledBody):
     @model_validator(mode="before")
     @classmethod
     def _read_other_names(cls, fields: Any) -> Any:
-        """`guided_regex` is `structured_outputs.regex`, and so on."""
+        """`guided_regex` is `structured_outputs.regex`, and so on. Clients for vLLM of any version
+        say the same in both.
+        """
         if not isinstance(fields, dict) or not OTHER_NAMES.keys() & fields.keys():
             return fields
         other = {
@@ -177,11 +179,13 @@ class GenerationBody(SampledBody):
         rest = {name: value for name, value in fields.items() if name not in OTHER_NAMES}
         if not other:
             return rest
-        if len(other) > 1 or rest.get("structured_outputs") is not None:
+        wanted = [{OTHER_NAMES[name]: value} for name, value in other.items()]
+        if rest.get("structured_outputs") is not None:
+            wanted.append(rest["structured_outputs"])
+        if any(each != wanted[0] for each in wanted):
             message = "give one of these and structured_outputs"
             raise BadRequest(message, param=list(other)[-1])
-        structured = {OTHER_NAMES[name]: value for name, value in other.items()}
-        return rest | {"structured_outputs": structured}
+        return rest | {"structured_outputs": wanted[0]}
 
     @field_validator("max_tokens", mode="before")
     @classmethod

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Sequence
-from itertools import chain
 from typing import Any
 
 from moe_infinity.server.answers import ChatAnswer, sse
@@ -19,11 +18,13 @@ from moe_infinity.server.sequences import Output, Request, TokenText
 
 
 class ResponseAnswer(ChatAnswer):
-    """An answer of one message that has one part of text, and of calls of functions.
+    """An answer of one message that has one part of text, and of calls of functions. Beside calls,
+    a message without text is left out.
 
-    The events of a stream: response.created, response.in_progress, output_item.added,
-    content_part.added, output_text.delta for each piece, output_text.done, content_part.done,
-    output_item.done; four for each call; then response.completed or response.incomplete.
+    The events of a stream: response.created, response.in_progress; for the message
+    output_item.added, content_part.added, output_text.delta for each piece, output_text.done,
+    content_part.done, output_item.done; four for each call; then response.completed or
+    response.incomplete.
     """
 
     def __init__(
@@ -46,14 +47,17 @@ class ResponseAnswer(ChatAnswer):
         self._id = f"resp_{uuid.uuid4().hex}"
         self._item_id = f"msg_{uuid.uuid4().hex}"
         self._num_events = 0
+        self._has_begun_message = False  # in the stream
 
     def body(self) -> dict[str, Any]:
         status = self._status
         usage = self.usage()
         is_cut = status == "incomplete"
+        calls = self._calls()
+        has_message = self._part()["text"] or self._choices[0].tokens or not calls
         response = self._response(
             status,
-            output=[self._item(status), *self._calls()],
+            output=[self._item(status), *calls] if has_message else calls,
             incomplete_details={"reason": "max_output_tokens"} if is_cut else None,
             usage={
                 "input_tokens": usage["prompt_tokens"],
@@ -68,12 +72,9 @@ class ResponseAnswer(ChatAnswer):
 
     def first_chunks(self) -> list[str]:
         begun = self._response("in_progress")
-        item = self._item("in_progress") | {"content": []}
         return [
             self._named("response.created", response=begun),
             self._named("response.in_progress", response=begun),
-            self._named("response.output_item.added", output_index=0, item=item),
-            self._of_part("content_part.added", part=self._part()),
         ]
 
     def life_chunk(self) -> str:
@@ -84,22 +85,36 @@ class ResponseAnswer(ChatAnswer):
         text = self._new[index].content
         if not text and not output.tokens:
             return ""
+        begin = self._begin_message()
         logprobs = self._entries(output.tokens)
-        return self._of_part("output_text.delta", delta=text, logprobs=logprobs)
+        return begin + self._of_part("output_text.delta", delta=text, logprobs=logprobs)
 
     def last_chunks(self) -> list[str]:
-        part = self._part()
         body = self.body()
+        chunks = []
+        for at, item in enumerate(body["output"]):
+            is_message = item["type"] == "message"
+            chunks += self._end_message(item) if is_message else self._call_chunks(at, item)
+        return [*chunks, self._named(f"response.{body['status']}", response=body)]
+
+    def _begin_message(self) -> str:
+        """The events that begin the message, once."""
+        if self._has_begun_message:
+            return ""
+        self._has_begun_message = True
+        item = self._item("in_progress") | {"content": []}
+        part = self._part() | {"text": "", "logprobs": []}
+        begin = self._named("response.output_item.added", output_index=0, item=item)
+        return begin + self._of_part("content_part.added", part=part)
+
+    def _end_message(self, item: dict[str, Any]) -> list[str]:
+        begin = self._begin_message()
+        (part,) = item["content"]
         text_done = {"text": part["text"], "logprobs": part["logprobs"]}
-        item = body["output"][0]
         return [
-            self._of_part("output_text.done", **text_done),
+            begin + self._of_part("output_text.done", **text_done),
             self._of_part("content_part.done", part=part),
             self._named("response.output_item.done", output_index=0, item=item),
-            *chain.from_iterable(
-                self._call_chunks(at, call) for at, call in enumerate(body["output"]) if at > 0
-            ),
-            self._named(f"response.{body['status']}", response=body),
         ]
 
     def _call_chunks(self, output_index: int, call: dict[str, Any]) -> list[str]:

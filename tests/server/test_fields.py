@@ -148,7 +148,7 @@ def test_what_is_empty_is_as_absent(server, path, empty):
 def test_an_unknown_field_is_logged_once_and_a_harmless_one_never(server, caplog):
     with caplog.at_level(logging.WARNING, "moe_infinity.server.fields"):
         for _ in range(2):
-            message = SAID[0] | {"flavour": "sweet", "annotations": [{}], "timestamp": 1}
+            message = SAID[0] | {"flavour": "sweet", "timestamp": 1, "index": 1, "parsed": [1]}
             change = {"colour": "red", "metadata": {"a": 1}, "messages": [message]}
             assert ask(server, CHAT, change).status_code == 200
     logged = [record.getMessage() for record in caplog.records]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import httpx
+import openai
 import pytest
 
 from moe_infinity.server.kept import KeptTexts, ResponseTurn
@@ -136,6 +137,98 @@ def test_a_conversation_that_is_named_is_no_larger_than_a_body(moe):
 def test_an_answer_says_whether_it_is_kept(num_bytes, store, keeps):
     """Behind --replicas nothing is: the next request may come to another."""
     assert ResponseTurn(KeptTexts(num_bytes), "", store=store, max_bytes=9).keeps is keeps
+
+
+# getting and deleting them
+
+
+def responses_of(server, key: str = "none") -> Any:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0).responses
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_an_answer_can_be_got_again_until_it_is_deleted(server, is_stream):
+    responses = responses_of(server)
+    if is_stream:
+        with responses.stream(model="tiny", input="w5 w6", max_output_tokens=6) as stream:
+            *_, last = stream
+        response = last.response
+    else:
+        response = responses.create(model="tiny", input="w5 w6", max_output_tokens=6)
+    again = responses.retrieve(response.id)
+    assert again.model_dump() == response.model_dump(include=set(again.model_dump()))
+    assert responses.delete(response.id) is None
+    for gone in (responses.retrieve, responses.delete, responses.input_items.list):
+        with pytest.raises(openai.NotFoundError) as raised:
+            gone(response.id)
+        message = f"Response with id '{response.id}' not found."
+        nothing = {"type": "invalid_request_error", "param": None, "code": None}
+        assert raised.value.body == nothing | {"message": message}
+    answer = ask(server, input="w9", previous_response_id=response.id)
+    assert answer.json()["error"]["code"] == "previous_response_not_found"
+    reference = {"type": "item_reference", "id": response.output[0].id}
+    assert ask(server, input=[reference, said("w9")]).status_code == 400
+
+
+def test_deleting_says_so(server, first):
+    answer = httpx.delete(f"{server.url}/v1/responses/{first['id']}")
+    expected = {"id": first["id"], "object": "response", "deleted": True}
+    assert (answer.status_code, answer.json()) == (200, expected)
+
+
+def test_what_an_answer_was_made_from_is_listed_in_pages(server, first):
+    call = {"type": "function_call", "call_id": "c1", "name": "w88", "arguments": "{}"}
+    result = {"type": "function_call_output", "call_id": "c1", "output": "w7"}
+    other = {"type": "web_search_call", "id": "ws_1", "status": "completed"}
+    reference = {"type": "item_reference", "id": first["output"][0]["id"]}
+    asked = [call, result, other, reference, {"role": "assistant", "content": "w8"}, said("w9")]
+    second = ask(server, input=asked, previous_response_id=first["id"]).json()
+    list_of = responses_of(server).input_items.list
+    items = [item.model_dump(exclude_none=True) for item in list_of(second["id"], order="asc")]
+    texts = [[part["text"] for part in item.get("content", ())] for item in items]
+    answered = [part["text"] for part in first["output"][0]["content"]]
+    assert texts == [["w5 w6"], answered, [], [], answered, ["w8"], ["w9"]]
+    assert [item["type"] for item in items[2:4]] == ["function_call", "function_call_output"]
+    assert len({item["id"] for item in items}) == 6  # one of them is there twice
+    assert {item["status"] for item in items} <= {"completed", "incomplete"}
+    page = list_of(second["id"], limit=2)  # the last come first
+    assert [item.content[0].text for item in page.data] == ["w9", "w8"]
+    assert (page.first_id, page.last_id, page.has_more) == (page.data[0].id, page.data[1].id, True)
+    last = list_of(second["id"], after=items[0]["id"])
+    assert (last.data, last.first_id, last.has_more) == ([], None, False)
+
+
+@pytest.mark.parametrize(
+    ("path", "param"),
+    [
+        ("?stream=true", "stream"),
+        ("/input_items?after=x", "after"),
+        ("/input_items?limit=0", "limit"),
+    ],
+)
+def test_what_cannot_be_listed_or_followed_is_refused(server, first, path, param):
+    answer = httpx.get(f"{server.url}/v1/responses/{first['id']}{path}")
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
+def test_another_key_neither_gets_nor_deletes_an_answer(moe):
+    with serving(moe, api_key=["one", "two"]) as server:
+        first = ask(server, "one", input="w5").json()
+        other = responses_of(server, "two")
+        for use in (other.retrieve, other.delete, other.input_items.list):
+            with pytest.raises(openai.NotFoundError):
+                use(first["id"])
+        assert responses_of(server, "one").retrieve(first["id"]).id == first["id"]
+        assert httpx.get(f"{server.url}/v1/responses/{first['id']}").status_code == 401
+
+
+def test_an_id_of_another_kind_is_not_kept(server, first):
+    item_id = first["output"][0]["id"]
+    answer = ask(server, input="w9", previous_response_id=item_id)
+    assert answer.json()["error"]["code"] == "previous_response_not_found"
+    reference = {"type": "item_reference", "id": first["id"]}
+    assert ask(server, input=[reference, said("w9")]).status_code == 400
+    assert httpx.get(f"{server.url}/v1/responses/{item_id}").status_code == 404
 
 
 def test_texts_leave_in_the_order_of_their_last_use():

@@ -26,12 +26,7 @@ FIRST = {
     "/v1/completions": [": still at work"],
     "/v1/chat/completions": ["chat.completion.chunk"],
     "/v1/messages": ["message_start", "ping"],
-    "/v1/responses": [
-        "response.created",
-        "response.in_progress",
-        "response.output_item.added",
-        "response.content_part.added",
-    ],
+    "/v1/responses": ["response.created", "response.in_progress"],
 }
 LIFE = {"/v1/messages": "ping", "/v1/responses": "response.in_progress"}
 

@@ -349,7 +349,7 @@ TOOL: dict[str, Any] = {"type": "function", "function": {"name": "f", "parameter
         ({"structured_outputs": {"choice": []}}, "structured_outputs", "give one of"),
         ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs", "give one"),
         ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice", "give one of"),
-        ({"guided_regex": "a", "structured_outputs": {"regex": "a"}}, "guided_regex", "give one"),
+        ({"guided_regex": "a", "structured_outputs": {"regex": "b"}}, "guided_regex", "give one"),
         (
             {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}},
             "structured_outputs",
