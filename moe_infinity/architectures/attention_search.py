@@ -6,7 +6,6 @@ attention, runs on random tokens; so does the kernel, with every way to rotate h
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from functools import partial
 from inspect import signature
@@ -169,8 +168,10 @@ def find_attention(layer: nn.Module, rotations: Sequence[nn.Module]) -> Verdict[
 
 
 def _search_attention(layer: nn.Module, rotation: nn.Module, *, gives_two: bool) -> Rotation:
-    trial = LayerTrial(layer, seed=1, gives_two=gives_two)
-    runs = [_TrialRun(each, rotation) for each in (trial, trial.with_stronger_norm())]
+    runs = [
+        _TrialRun(layer, rotation, strength=strength, gives_two=gives_two)
+        for strength in (1, STRONGER)
+    ]
     attention: Any = layer.get_submodule(ATTENTION)
     width = runs[0].cos.shape[-1]
     ways = [Rotation(*way) for way in product((width, 2 * width), (HALVES, NEIGHBOURS))]
@@ -197,9 +198,15 @@ def _angles_of(rotation: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
 class _TrialRun:
     """A run of a layer's own code on random tokens: two of a prompt, then one more."""
 
-    def __init__(self, trial: LayerTrial, rotation: nn.Module) -> None:
+    def __init__(
+        self, layer: nn.Module, rotation: nn.Module, *, strength: float, gives_two: bool
+    ) -> None:
+        trial = LayerTrial(layer, seed=1, gives_two=gives_two)
         self._trial = trial
-        x = trial.random(1, 3, len(getattr(trial.module, NORM).weight))
+        self._layer = trial.module
+        norm: Any = getattr(self._layer, NORM)
+        norm.weight.mul_(strength)
+        x = trial.random(1, 3, len(norm.weight))
         cos, sin = _angles_of(rotation, x)
         self.cos = cos
         self._x = x[:, 2:]
@@ -214,7 +221,7 @@ class _TrialRun:
 
     def agrees(self, way: Rotation) -> bool:
         """Return True if the kernel gives the same, with heads turned this way."""
-        kernel = DecoderKernel(way.describe(self._trial.module), torch.float32)
+        kernel = DecoderKernel(way.describe(self._layer), torch.float32)
         cos, sin = (angle[:, : way.num_pairs].contiguous() for angle in self._angles)
         keys, values = (torch.cat([kept, kept[:, :, :1]], dim=2) for kept in self._keys_before)
         given = DecoderSteps([kernel]).attend(
@@ -240,15 +247,6 @@ class LayerTrial(Trial):
         # A layer that takes any keyword hands the cache on by the name that attention has for it.
         names = (cache_name(signature(forward).parameters) for forward in takers)
         self._cache_name = next(filter(None, names), CACHE_NAMES[0])
-
-    def with_stronger_norm(self) -> LayerTrial:
-        """Return a trial of the same layer whose first norm gives larger numbers."""
-        norm: Any = copy.deepcopy(getattr(self.module, NORM))
-        norm.weight.mul_(STRONGER)
-        stronger = copy.copy(self)
-        stronger.module = copy.copy(self.module)
-        stronger.module._modules = self.module._modules | {NORM: norm}
-        return stronger
 
     def run(self, x: Tensor, cache: Any, mask: Tensor | None, angles: Any) -> tuple[Tensor, Tensor]:
         """Return what the layer gives for the last token, and what its experts would get."""

@@ -96,15 +96,16 @@ class ExpertLoader:
     def present(self, moe_layer_idx: int) -> list[int]:
         """The experts of a layer that `mapped` gives, and that the page cache has already."""
         recipes = self.recipes[moe_layer_idx]
-        experts = [*range(self._num_experts[moe_layer_idx])]
-
-        def is_cached(extents: Iterable[Extent]) -> bool:
-            return all(map(self._reader.is_cached, extents))
-
+        experts = range(self._num_experts[moe_layer_idx])
+        is_cached = self._reader.is_cached
         try:
-            if not is_cached(recipes.extents()):
-                experts = [each for each in experts if is_cached(recipes.extents_of(each))]
-            return [each for each in experts if recipes.begins(each) is not None]
+            has_all = all(map(is_cached, recipes.extents()))
+            return [
+                each
+                for each in experts
+                if (has_all or all(is_cached(e) for r in recipes.recipes for e in r.extents(each)))
+                and recipes.begins(each) is not None
+            ]
         except (OSError, CheckpointError):  # `read` says what is wrong
             return []
 

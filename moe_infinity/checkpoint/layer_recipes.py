@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -70,10 +69,6 @@ class LayerRecipes:
         """Yield the bytes of all experts in files, of stacked ones at once."""
         for source in (source for recipe in self.recipes for source in recipe.sources):
             yield from (part.extent for weight in source.weights for _, part in weight.parts)
-
-    def extents_of(self, expert_idx: int) -> Iterator[Extent]:
-        """Yield the bytes of one expert in files."""
-        return chain.from_iterable(recipe.extents(expert_idx) for recipe in self.recipes)
 
     def copies(self, expert_idx: int) -> list[Copy] | None:
         """Bytes of files, and where in a slot they go; None if some are converted on the way."""

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from moe_infinity.experts import ParamSpec
 from moe_infinity.kernels.cpu.experts import fused_experts
+from moe_infinity.kernels.many_rows import RowPath
 from moe_infinity.kernels.reference import FUNCTIONS, Activation
 from moe_infinity.layout import PLAIN, WeightLayout
 from tests.kernels.stored_weights import StoredExperts
@@ -245,6 +246,22 @@ def test_a_row_has_the_same_bits_alone_and_among_any_number_of_others(kind, monk
     monkeypatch.setattr("moe_infinity.kernels.cpu.product.BLOCK_BYTES", 1 << 9)
     experts.fused = fused_experts(experts.described[:-1], experts.described[-1:], SILU)
     assert torch.equal(experts.compute(x, [0, 29]), alone)
+
+
+@pytest.mark.parametrize("path", [RowPath.FEW, RowPath.PANELS])
+@pytest.mark.parametrize("calls", [[[0], [1], [2], [3]], [[3, 0], [1, 2]], [[2, 3], [], [0, 1]]])
+def test_experts_may_arrive_in_any_order_and_in_any_number_of_calls(calls, path):
+    experts = Experts("bf16", 160, 192)
+    x = torch.randn(20, 160)
+    tokens = torch.randint(20, (MANY[-1],))
+    places = [slot.data_ptr() for slot in experts.slots]
+    assert experts.fused is not None
+    expected = experts.fused(x[tokens], MANY, places, path)
+    rows = experts.fused.begin(x, MANY[-1], tokens, path=path)
+    for call in calls:
+        at = [places[each] for each in call]
+        rows.compute([MANY[each] for each in call], [MANY[each + 1] for each in call], at, at)
+    assert torch.equal(rows.out_PD, expected)
 
 
 @pytest.mark.parametrize("kind", ["int4 32", "gptq 32", "awq 32"])
