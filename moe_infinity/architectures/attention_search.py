@@ -21,7 +21,6 @@ from moe_infinity.architectures.model_parts import (
     ATTENTION,
     NORM,
     RESIDUAL_NORM,
-    PackedLinear,
     attention_of,
     feed_forward,
     is_linear,
@@ -240,9 +239,6 @@ class LayerTrial(Trial):
         last = feed_forward(layer)
         (name,) = (name for name, child in layer.named_children() if child is last)
         super().__init__(layer, seed=seed, stubs={name: self._stub})
-        for part in self.module.modules():
-            if isinstance(part, PackedLinear):
-                part.keep_unpacked()
         takers = self.module.forward, attention_of(self.module).forward
         # A layer that takes any keyword hands the cache on by the name that attention has for it.
         names = (cache_name(signature(forward).parameters) for forward in takers)

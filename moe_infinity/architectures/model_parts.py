@@ -35,16 +35,11 @@ class PackedLinear(nn.Module):
         self.bias = linear.bias
         self.packed = packed
         self.dtype = dtype
-        self._kept: Tensor | None = None
 
     @property
     def weight(self) -> Tensor:
         """[R, C]"""
-        return self.packed.unpacked(self.dtype) if self._kept is None else self._kept
-
-    def keep_unpacked(self) -> None:
-        """Unpack the weight once: for a copy of the module that runs several times, and ends."""
-        self._kept = self.weight
+        return self.packed.unpacked(self.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         return nn.functional.linear(x, self.weight, self.bias)

@@ -93,21 +93,18 @@ class ExpertLoader:
             where = f"{extent.file}: cannot be read at byte {extent.offset}"
             raise CheckpointError(f"{where}: {error.strerror or error}") from error
 
-    def present(self, moe_layer_idx: int) -> list[int]:
-        """The experts of a layer that `mapped` gives, and that the page cache has already."""
-        recipes = self.recipes[moe_layer_idx]
-        experts = range(self._num_experts[moe_layer_idx])
-        is_cached = self._reader.is_cached
+    def is_present(self, key: ExpertKey) -> bool:
+        """True for an expert that `mapped` gives, and that the page cache has already."""
+        recipes = self.recipes[key.moe_layer_idx]
         try:
-            has_all = all(map(is_cached, recipes.extents()))
-            return [
-                each
-                for each in experts
-                if (has_all or all(is_cached(e) for r in recipes.recipes for e in r.extents(each)))
-                and recipes.begins(each) is not None
-            ]
+            is_cached = all(  # looked at first: of a file on the disk it costs one question
+                self._reader.is_cached(extent)
+                for recipe in recipes.recipes
+                for extent in recipe.extents(key.expert_idx)
+            )
+            return is_cached and recipes.begins(key.expert_idx) is not None
         except (OSError, CheckpointError):  # `read` says what is wrong
-            return []
+            return False
 
     def can_map(self) -> bool:
         """True if experts are better used where the page cache has them: copying all of them would

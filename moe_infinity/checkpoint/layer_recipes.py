@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -64,11 +64,6 @@ class LayerRecipes:
         for recipe in self.recipes:
             recipe.lay_out(specs, is_transposed=self._is_transposed)
         return layout
-
-    def extents(self) -> Iterator[Extent]:
-        """Yield the bytes of all experts in files, of stacked ones at once."""
-        for source in (source for recipe in self.recipes for source in recipe.sources):
-            yield from (part.extent for weight in source.weights for _, part in weight.parts)
 
     def copies(self, expert_idx: int) -> list[Copy] | None:
         """Bytes of files, and where in a slot they go; None if some are converted on the way."""

@@ -78,7 +78,7 @@ def build_experts(
         room=room,
         bookkeeping=bookkeeping,
         loader=loader,
-        preloader=Preloader(bookkeeping, loader.in_file_order, loader.present),
+        preloader=Preloader(bookkeeping, loader.in_file_order, loader.is_present),
         description=description,
         stored_expert_bytes=sum(stored.values()),
     )

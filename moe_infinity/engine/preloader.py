@@ -33,7 +33,7 @@ class Preloader:
         self,
         bookkeeping: Bookkeeping,
         in_file_order: Callable[[list[ExpertKey]], Sequence[ExpertKey]],
-        present: Callable[[int], list[int]],  # experts of a layer that the page cache has for use
+        is_present: Callable[[ExpertKey], bool],  # in the page cache, where it can be used
     ) -> None:
         tier = bookkeeping.tiers[-1]
         self._slots = tier.slots
@@ -42,7 +42,7 @@ class Preloader:
         self._mover: Mover = tier.mover
         self._books = bookkeeping
         self._in_file_order = in_file_order
-        self._present = present
+        self._is_present = is_present
         self._keys: Sequence[ExpertKey] | None = None  # of all experts, in that order
         self._planned: list[ExpertKey] = []  # the next one last
         self._most_loading = min(MOST_LOADING, tier.table.num_slots // LOADING_SHARE)
@@ -55,11 +55,10 @@ class Preloader:
         if not isinstance(self._slots, MappedSlots):
             return
         for moe_layer_idx in range(len(self._books.keys)):
-            present = {*self._present(moe_layer_idx)}
             for key in self._books.local_keys(moe_layer_idx):
                 if not self._table.num_free:
                     return
-                if self._table.lookup(key) is None and key.expert_idx in present:
+                if self._table.lookup(key) is None and self._is_present(key):
                     self._slots.bytes_for(self._table.begin_load(key, Phase.PREFILL), key)
                     self._table.finish_load(key)
 

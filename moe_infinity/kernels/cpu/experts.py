@@ -21,8 +21,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Sequence
-from itertools import accumulate
-from operator import sub
 
 import numpy as np
 import torch
@@ -134,14 +132,12 @@ class FusedExperts:
         starts: Sequence[int],
         addresses: Sequence[int],
         path: RowPath = RowPath.FEW,
-        *,
-        downs: Sequence[int] | None = None,
     ) -> Tensor:
         """[P, D] -> [P, D]. Expert i has the rows from starts[i] to starts[i + 1], and its slot
-        begins at addresses[i], or for down_proj at downs[i].
+        begins at addresses[i].
         """
         rows = self.begin(inputs_PD, len(inputs_PD), path=path)
-        rows.compute(starts[:-1], starts[1:], addresses, downs or addresses)
+        rows.compute(starts[:-1], starts[1:], addresses, addresses)
         return rows.out_PD.to(inputs_PD.dtype)
 
     def begin(
@@ -246,16 +242,14 @@ class FusedRows(Rows):
         downs: Sequence[int],
     ) -> None:
         """Fill `out_PD`, as each class of `Rows` does."""
-        ends = [*accumulate(map(sub, stops, starts), initial=0)]  # among the rows of this call
+        ends = [0, *np.cumsum(np.subtract(stops, starts)).tolist()]  # among the rows of this call
         num_rows = ends[-1]
-        are_neighbours = [*starts[1:]] == [*stops[:-1]]
         rows: slice | Tensor = slice(min(starts, default=0), max(stops, default=0))
-        if not are_neighbours:
-            rows = torch.cat([*map(torch.arange, starts, stops)])
-        x = self._x
-        if not self._is_shared:
-            x = x[rows if self._tokens_P is None else self._tokens_P[rows]]
-        out = self.out_PD[rows] if are_neighbours else host_float32(num_rows, self.out_PD.shape[1])
+        if is_apart := [*starts[1:]] != [*stops[:-1]]:
+            rows = torch.from_numpy(np.concatenate([*map(np.arange, starts, stops)]))
+        inputs = rows if self._tokens_P is None else self._tokens_P[rows]
+        x = self._x if self._is_shared else self._x[inputs]
+        out = host_float32(num_rows, self.out_PD.shape[1]) if is_apart else self.out_PD[rows]
         # of each row what comes out of up and what goes into down
         scratch = torch.empty(
             num_rows * self._experts.row_bytes + SPARE_BYTES, dtype=torch.uint8, device="cpu"
@@ -274,5 +268,5 @@ class FusedRows(Rows):
             hidden=scratch.data_ptr() + num_rows * self._experts.up_bytes,
             out=out.data_ptr(),
         )
-        if not are_neighbours:
+        if is_apart:
             self.out_PD[rows] = out

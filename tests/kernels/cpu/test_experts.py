@@ -320,8 +320,7 @@ def test_down_may_lie_in_other_memory_than_gate_and_up():
     ups[:, at:] = 0
     downs[:, :at] = 0
     assert experts.fused is not None
-    found = experts.fused(
-        x_PD, starts, [slot.data_ptr() for slot in ups],
-        downs=[downs[len(downs) - 1 - i].data_ptr() for i in range(4)],
-    )  # fmt: skip
-    assert torch.equal(found, expected)
+    rows = experts.fused.begin(x_PD, len(x_PD))
+    ups_at = [slot.data_ptr() for slot in ups]
+    rows.compute(starts[:-1], starts[1:], ups_at, [down.data_ptr() for down in downs.flip(0)[:4]])
+    assert torch.equal(rows.out_PD, expected)
