@@ -116,7 +116,8 @@ def test_a_row_and_token_have_the_same_bits_in_any_panel(kind, no_bfloat16, monk
     x = torch.randn(203, 512)
     together = linear_of(weight)(x)
     few = linear_of(weight)(x[:MOST_TOKENS])
-    assert torch.equal(few, together[:MOST_TOKENS]) == (kind == "bf16"), "scales are applied first"
+    if kind != "bf16":  # which has the same bits on some processors
+        assert not torch.equal(few, together[:MOST_TOKENS]), "scales are applied first"
     monkeypatch.setattr(product, "BLOCK_BYTES", 1)  # every row is a block
     fused = linear_of(weight)
     assert torch.equal(fused(x), together)
