@@ -133,7 +133,7 @@ def main() -> int:
                 flush=True,
             )
             for test, message in found.items():
-                failures[test.rpartition(".")[2], form, message].append(model)
+                failures[test.partition(".")[2], form, message].append(model)
     print(f"transformers {transformers.__version__}\n{table(failures)}")
     return int(any(REFUSAL not in message for _, _, message in failures))
 
