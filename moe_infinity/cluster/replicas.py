@@ -35,7 +35,7 @@ from moe_infinity.server.config import ServeConfig
 LOSSES = (RayActorError, ActorUnavailableError)
 HEALTH_PERIOD_S = 2.0
 DRAIN_S = 60.0  # for the answers under way when a replica is to end
-METHODS = ["GET", "HEAD", "POST", "OPTIONS"]
+METHODS = ["GET", "HEAD", "POST", "DELETE", "OPTIONS"]
 
 ingress_app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
 

@@ -18,7 +18,7 @@ ITEM_BYTES = 2  # bfloat16 or float16; float32 models are small
 FLOAT32_BYTES = 4
 # Of what the formula says: it leaves out what is freed late, and pieces of heaps between what is in
 # use. Measured with the widths of Qwen3-30B-A3B in bfloat16: 330 KiB a token of 500, 192 of 2,500,
-# where it says 204.
+# where it says 204, or 255 with this.
 SAFETY = 1.25
 # From the start memory is left for a pass of USUAL_TOKENS that nothing came before, and for the
 # keys and values of USUAL_CONTEXT tokens. A step that needs more gets it from slots.

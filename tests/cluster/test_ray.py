@@ -146,6 +146,7 @@ def streamed(url: str) -> tuple[str, str]:
 @pytest.mark.parametrize("served", [[], ["--router", "hash"]], indirect=True)
 def test_what_a_killed_replica_computed_is_lost_only_after_a_token(served, capsys):
     url, _ = served
+    assert httpx.delete(f"{url}/v1/responses/none", timeout=60).status_code == 404
     with MoE(MODEL, device="cpu") as moe:
         stream = moe.stream(PROMPT, max_new_tokens=NUM_TOKENS, do_sample=False)
         for _ in stream:
