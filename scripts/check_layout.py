@@ -3,7 +3,8 @@
     python scripts/check_layout.py     # exit status 1 when a rule is broken
 
 Everywhere: a file has at most 400 lines and a function at most 60, as an editor counts them.
-notes/log.md has at most 6,000 words.
+notes/log.md has at most 6,000 words. Text in Markdown is wrapped at 120 columns; tables, code and
+quotes are not.
 
 In the package:
 
@@ -37,6 +38,8 @@ FILE_LINES = 400
 FUNCTION_LINES = 60
 LOG = Path("notes", "log.md")
 LOG_WORDS = 6000
+COLUMNS = 120  # of Markdown
+NO_PROSE = ("|", ">", "    ")  # tables, quotes, code
 
 # What torch makes in its default dtype and on its default device, which are the user's.
 MADE_BY_TORCH = (
@@ -112,6 +115,14 @@ def too_long_log(text: str) -> Iterator[str]:
     num_words = len(text.split())
     if num_words > LOG_WORDS:
         yield f"{LOG}: {num_words} words, at most {LOG_WORDS}: delete what later entries supersede"
+
+
+def too_wide_prose(file: Path, text: str) -> Iterator[str]:
+    is_code = False
+    for line_number, line in enumerate(text.splitlines(), start=1):
+        is_code ^= line.lstrip().startswith("```")
+        if len(line) > COLUMNS and " " in line and not is_code and not line.startswith(NO_PROSE):
+            yield f"{file}:{line_number}: {len(line)} columns, at most {COLUMNS}"
 
 
 def markers(file: Path, text: str) -> Iterator[str]:
@@ -311,6 +322,16 @@ def read_tree(root: Path) -> dict[Path, str]:
     return {path.relative_to(root): path.read_text(encoding="utf-8") for path in paths}
 
 
+def read_prose(root: Path) -> dict[Path, str]:
+    """The text of every Markdown file, by its path below `root`."""
+    places = (
+        root.glob("*.md"),
+        *((root / name).rglob("*.md") for name in ("docs", "notes", PACKAGE)),
+    )
+    paths = sorted(path for place in places for path in place)
+    return {path.relative_to(root): path.read_text(encoding="utf-8") for path in paths}
+
+
 def module_name(file: Path) -> str:
     parts = file.with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
@@ -337,8 +358,10 @@ def problems_of(texts: Mapping[Path, str]) -> Iterator[str]:
 
 
 def main(root: Path = ROOT) -> int:
-    log = (root / LOG).read_text(encoding="utf-8")
-    problems = [*problems_of(read_tree(root)), *too_long_log(log)]
+    prose = read_prose(root)
+    problems = [*problems_of(read_tree(root)), *too_long_log(prose[LOG])]
+    for file, text in prose.items():
+        problems += too_wide_prose(file, text)
     for problem in problems:
         print(f"error: {problem}", file=sys.stderr)
     return 1 if problems else 0

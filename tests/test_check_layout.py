@@ -7,7 +7,14 @@ from pathlib import Path
 import pytest
 
 from scripts import check_layout
-from scripts.check_layout import ROOT, main, problems_of, read_tree
+from scripts.check_layout import (
+    ROOT,
+    main,
+    problems_of,
+    read_prose,
+    read_tree,
+    too_wide_prose,
+)
 
 
 def problems(files: dict[str, str]) -> list[str]:
@@ -295,7 +302,15 @@ def test_the_command_fails_with_the_problems(tmp_path, capsys):
     assert second.startswith("error: notes/log.md: 6001 words, at most 6000")
 
 
+def test_wide_prose_is_refused_and_tables_quotes_and_code_are_not():
+    wide = "word " * 25
+    text = f"{wide}\n- {wide}\n| {wide} |\n> {wide}\n    {wide}\n```sh\n{wide}\n```\n{'w' * 130}\n"
+    found = list(too_wide_prose(Path("README.md"), text))
+    assert [each.partition(": ")[0] for each in found] == ["README.md:1", "README.md:2"]
+
+
 def test_the_rules_see_all_of_this_tree():
+    assert {Path("README.md"), Path("notes/log.md"), Path("docs/serving.md")} <= {*read_prose(ROOT)}
     texts = read_tree(ROOT)
     assert {file.parts[0] for file in texts} >= {"moe_infinity", "tests", "scripts", "benchmarks"}
     assert Path("moe_infinity/model.py") in texts
