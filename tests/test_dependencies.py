@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 # Imports every module of the core and generates, where optional packages are not found.
 PROGRAM = """
 import importlib, pkgutil, sys
@@ -37,6 +39,7 @@ print(out.shape[1], sorted(ABSENT & sys.modules.keys()))
 """
 
 
+@pytest.mark.slow
 def test_the_package_runs_without_optional_packages(tiny_checkpoint: Path):
     """slot_mlp.py imported triton, so nothing ran where torch does not bring it."""
     done = subprocess.run(

@@ -72,6 +72,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # numbers
 
 
+@pytest.mark.sample(4)
 @pytest.mark.arithmetic
 @pytest.mark.parametrize("name", MODELS)
 def test_a_gguf_file_computes_what_its_checkpoint_does(name, tmp_path):

@@ -54,6 +54,7 @@ def distance(one: Tensor, other: Tensor) -> float:
     return float((one - other).abs().max() / other.abs().max())
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 def test_kernels_attend_as_the_modules_own_code_does_with_the_same_rows(
     checkpoint, kv_dtype, monkeypatch
@@ -81,6 +82,7 @@ def test_kernels_attend_as_the_modules_own_code_does_with_the_same_rows(
     assert distance(plain, wanted) > 10 * NEAR
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 def test_no_budget_changes_a_bit(checkpoint, kv_dtype):
     found = []
@@ -91,6 +93,7 @@ def test_no_budget_changes_a_bit(checkpoint, kv_dtype):
     assert torch.equal(*found)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 def test_a_prompt_in_chunks_attends_to_the_same_rows(checkpoint, kv_dtype):
     with MoE(checkpoint, kv_dtype=kv_dtype) as moe:
@@ -119,6 +122,7 @@ def test_fresh_keys_are_seen_as_they_are_stored():
 # generate()
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 @pytest.mark.parametrize(
     "settings",
@@ -232,6 +236,7 @@ def any_kind(request, tmp_path_factory) -> Path:
     return save_tiny(request.param, tmp_path_factory.mktemp(request.param))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("kv_dtype", ["auto", *KV_DTYPES])
 def test_a_cache_takes_the_bytes_that_are_planned(any_kind, kv_dtype):
     with MoE(any_kind, dtype="float32", kv_dtype=kv_dtype) as moe:

@@ -219,6 +219,7 @@ def test_closing_meanwhile_leaves_no_thread(tiny_checkpoint, disk):
         assert not thread.is_alive(), thread
 
 
+@pytest.mark.slow
 def test_a_model_that_nobody_closed_is_collected(tiny_checkpoint, disk):
     disk.act = lambda read: time.sleep(0.2)
     moe = MoE(tiny_checkpoint, host_memory="100%", preload="idle")

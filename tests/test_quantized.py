@@ -79,6 +79,7 @@ def test_tokens_and_logits_are_those_of_the_unpacked_model(folder, plain, implem
             assert torch.equal(ours, theirs), budget
 
 
+@pytest.mark.sample(3)
 def test_an_expert_takes_no_more_memory_than_on_disk(folder):
     summary = inspect_checkpoint(str(folder), dtype="bfloat16")
     assert summary.stored_bytes_per_expert == expert_bytes(folder)

@@ -99,6 +99,7 @@ def close(found: Tensor, wanted: Tensor) -> bool:
     return bool((found - wanted).abs().max() <= 1e-3 * wanted.abs().max())
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("lengths", [(9,), (1,), (12, 5, 9)])
 def test_tokens_are_those_of_the_modules_own_code(folder, moe, steps, lengths):
     found = logits(moe, lengths)
@@ -161,6 +162,7 @@ def _other_taps(module: Any) -> None:
     module.conv1d.weight.data.mul_(2)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("change", [_double_norm, _own_decay, _hook, _other_norm, _other_taps])
 def test_a_changed_module_computes_what_it_became(folder, moe, steps, change):
     before = logits(moe)
@@ -280,6 +282,7 @@ def new_cache(layer: Any) -> DynamicCache:
     return cache
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("prepare", PREPARE)
 def test_a_step_that_is_more_than_a_token_runs_the_layers_code(moe, steps, prepare):
     layer = layers_of(moe)[0]

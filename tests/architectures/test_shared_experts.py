@@ -164,6 +164,7 @@ def packed(tmp_path_factory) -> Path:
     return file
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("num_seqs", [1, 3])
 @pytest.mark.parametrize("is_packed", [False, True])

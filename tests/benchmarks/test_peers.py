@@ -238,6 +238,7 @@ def test_of_a_gguf_format_both_systems_read_the_same_file(modules, asked, tmp_pa
     assert "| GGUF Q8_0 |" in modules.peers_report.table(modules.peers_report.measurements(found))
 
 
+@pytest.mark.slow
 def test_a_process_of_ours_measures_every_prompt(modules):
     prompts = [[1, 6, 0], [1, 4, 2], [2, 3, 2]]
     options = {"model": str(ROOT / "models" / "demo"), "options": {}}

@@ -49,6 +49,7 @@ COMMANDS = {
 }  # fmt: skip
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("model", ["./there/is/nothing", "nobody/nothing"])
 @pytest.mark.parametrize("command", [*COMMANDS, "plan"])
 def test_a_mistyped_model_is_an_error_before_torch_is_imported(tmp_path, error_of, command, model):
@@ -114,6 +115,7 @@ MISTYPED = {
 }  # fmt: skip
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("command", "option"), [(command, one) for command in MISTYPED for one in MISTYPED[command]]
 )

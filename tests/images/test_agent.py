@@ -153,6 +153,7 @@ def conversation(turn: Turn, result: Any) -> list[dict[str, Any]]:
     ]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("result", [None, BLUE], ids=["text", "image"])
 @pytest.mark.parametrize("ask", [chat, responses, messages])
 def test_a_turn_with_images_and_a_tool(

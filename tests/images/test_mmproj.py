@@ -66,6 +66,7 @@ def opened(file: Path, **options: Any) -> MoE:
     return MoE(file, device="cpu", dtype="float32", host_memory="50%", **options)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.arithmetic
 @pytest.mark.parametrize("exact", [True, False])
 def test_images_have_the_logits_of_transformers(exact, files, pictures):
@@ -180,6 +181,7 @@ REFUSED = {
 }  # fmt: skip
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("case", REFUSED)
 def test_a_vision_part_that_cannot_be_used(case, qwen, tmp_path, caplog):
     """Named it is refused; found beside the model it is left aside with a warning."""

@@ -76,6 +76,7 @@ def server(request: Any, moe: MoE) -> Iterator[Serving]:
         yield server
 
 
+@pytest.mark.sample(3)
 def test_answers_have_the_tokens_of_stock_transformers(server, stock):
     for _ in range(2):  # the second time there may be prefixes
         for name, parts in CONVERSATIONS.items():
@@ -87,6 +88,7 @@ def test_the_logits_depend_on_the_image(folder, stock):
     assert abs(other.logprobs[0] - stock["image first"].logprobs[0]) > 20 * TIE
 
 
+@pytest.mark.sample(3)
 def test_answers_in_a_batch_have_these_tokens_too(server, stock):
     def answered(parts: tuple[Part, ...]) -> Answered:
         return Answered(server, [asked(*parts)])
@@ -97,11 +99,13 @@ def test_answers_in_a_batch_have_these_tokens_too(server, stock):
         answer.assert_is(wanted)
 
 
+@pytest.mark.sample(3)
 def test_choices_of_one_prompt_share_its_images(server, stock):
     answer = Answered(server, [asked(*CONVERSATIONS["two images"])], n=2)
     assert answer.choices == [stock["two images"].ids] * 2
 
 
+@pytest.mark.sample(3)
 def test_a_conversation_goes_on_behind_its_images(server, folder):
     turns: list[tuple[str, tuple[Part, ...]]] = [
         ("user", ("w7", RED, "w8 w9")),

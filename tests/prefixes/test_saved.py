@@ -224,6 +224,7 @@ with MoE(sys.argv[1], dtype="float32") as moe:
 """
 
 
+@pytest.mark.slow
 def test_two_processes_may_write_one_file(plain, tmp_path):
     """Whoever reads meanwhile finds one of theirs, whole."""
     file = tmp_path / "a.prefix"

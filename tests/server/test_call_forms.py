@@ -231,6 +231,7 @@ def test_what_a_kind_cannot_write_is_refused_by_name():
         calls_in(lark, kind.form.calls, tools, None)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", PROMPTS)
 def test_schemas_as_libraries_write_them_are_kept(name):
     """What may be null, references, lists of types, and values of several types."""

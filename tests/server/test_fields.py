@@ -99,6 +99,7 @@ REFUSED = {
 TAKEN = {(COMPLETIONS, "prompt"), (COUNT, "compaction")}
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("path", "params"),
     [

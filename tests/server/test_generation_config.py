@@ -138,6 +138,7 @@ def test_every_setting_that_transformers_knows_is_in_a_table():
     assert sorted(names) == sorted(known)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", kept([0] * LENGTH))
 def test_a_setting_of_the_checkpoint_gives_the_answer_of_generate(
     engine, moe, plain, monkeypatch, name
@@ -153,6 +154,7 @@ def test_a_setting_of_the_checkpoint_gives_the_answer_of_generate(
     assert made == expected
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", FILTERS)
 def test_a_filter_of_the_checkpoint_gives_the_tokens_of_generate(engine, moe, monkeypatch, name):
     set_all(moe, monkeypatch, {"do_sample": True, "top_k": 0} | FILTERS[name])

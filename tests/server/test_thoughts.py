@@ -259,6 +259,7 @@ def test_the_last_words_of_a_thought_may_be_given(server):
     assert answer["choices"][0]["message"]["reasoning_content"].endswith("\nEnough.\n")
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "fields", [{"reasoning_effort": "none"}, {"thinking_budget": 0}, {"enable_thinking": False}]
 )

@@ -27,6 +27,7 @@ REFUSALS = (
 )
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("folder", "rope"), FAST)
 def test_lengths_that_a_model_computes_otherwise_change_no_answer(folder, rope, tmp_path):
     architecture = architectures_in(folder)[-1]
