@@ -47,7 +47,7 @@ from moe_infinity.architectures.model_parts import (
 from moe_infinity.architectures.module_state import is_watched, replace_forward, stock_forward
 from moe_infinity.architectures.trial import FellBack, Found, Verdict, path_taken
 from moe_infinity.architectures.without_experts import uncompiled
-from moe_infinity.kernels.cpu.attention import attend_grouped
+from moe_infinity.kernels.cpu.attention import as_wide_as, attend_grouped
 from moe_infinity.kernels.cpu.convolution import DepthwiseConvolutions, has_convolution
 from moe_infinity.kernels.cpu.decoder_steps import DecoderSteps
 from moe_infinity.kernels.cpu.delta_states import SpareStates
@@ -76,7 +76,9 @@ class SmallBatchSteps:
             if has_convolution(module):
                 convolutions = DepthwiseConvolutions().around(stock_forward(module))
                 replace_forward(module, uncompiled(convolutions))
-        _wrap_sdpa()
+        sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
+        if not isinstance(sdpa, _SmallBatchSdpa):
+            AttentionInterface.register("sdpa", _SmallBatchSdpa(sdpa))
         self._layers.connect()
         stock = stock_forward(model)
 
@@ -282,12 +284,6 @@ def place_of(linear: Linear) -> WeightPlace:
     return memory.data_ptr(), memory.dtype, memory.stride()
 
 
-def _wrap_sdpa() -> None:
-    stock = ALL_ATTENTION_FUNCTIONS["sdpa"]
-    if not isinstance(stock, _SmallBatchSdpa):
-        AttentionInterface.register("sdpa", _SmallBatchSdpa(stock))
-
-
 class _SmallBatchSdpa:
     """Transformers' function, but as `attend_grouped` does it where that can."""
 
@@ -309,6 +305,8 @@ class _SmallBatchSdpa:
         if is_ours and is_plain and kwargs.get("position_bias") is None:
             scale = kwargs.get("scaling") or query.shape[3] ** -0.5
             out = attend_grouped(query, key, value, attention_mask, scale)
-            if out is not None:
-                return out, None
+            if out is None:
+                wide = as_wide_as(key, value)
+                out, _ = self._stock(module, query, key, wide, attention_mask, **kwargs)
+            return out[..., : value.shape[3]], None
         return self._stock(module, query, key, value, attention_mask, **kwargs)

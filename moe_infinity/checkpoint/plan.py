@@ -78,7 +78,7 @@ class Plan:
         """Bytes of the checkpoint that are not experts."""
         return stored_bytes(self.dense.values())
 
-    def step_bytes(self, kv_dtype: str) -> StepBytes:
+    def step_bytes(self, kv_dtype: str, is_exact: bool) -> StepBytes:
         """The memory that a pass needs beside the weights, with keys and values of this type."""
         layout = self.layers[0].layout
         params = sum(prod(spec.shape) for spec in layout.params)
@@ -88,6 +88,7 @@ class Plan:
             expert_params=params,
             item_bytes=getattr(torch, layout.params[0].dtype).itemsize,
             kv_dtype=kv_dtype,
+            is_exact=is_exact,
         )
 
     @property

@@ -147,7 +147,7 @@ def build_with_hosts(
     placement = _placement(config)
     local_config = config
     if placement.is_one_machine and config.host_memory is None:  # share what is free
-        free = free_for_experts(ProcessMemory(config.memory_bytes), plan, config.kv_dtype)
+        free = free_for_experts(ProcessMemory(config.memory_bytes), plan, config)
         local_config = replace(config, host_memory=free // (config.expert_hosts + 1))
     hosts = _start(checkpoint, plan, reader, local_config, placement)
     try:
@@ -203,7 +203,7 @@ def _say_whether_it_pays(plan: Plan, config: ClusterConfig, exchange_s: float) -
         config.host_memory,
         slot_bytes=slot_bytes,
         num_experts=num_experts,
-        free_bytes=free_for_experts(ProcessMemory(config.memory_bytes), plan, config.kv_dtype),
+        free_bytes=free_for_experts(ProcessMemory(config.memory_bytes), plan, config),
     )
     token_s = len(plan.layers) * exchange_s
     costs = (

@@ -46,7 +46,7 @@ def build_experts(
     loader = ExpertLoader(plan.recipes, reader, [layer.num_experts for layer in plan.layers])
     memory = ProcessMemory(config.memory_bytes)
     is_here = device_slots is None
-    free_bytes = free_for_experts(memory, plan, config.kv_dtype, computes_here=is_here)
+    free_bytes = free_for_experts(memory, plan, config, computes_here=is_here)
     in_blocks = device_slots is None and not config.is_exact  # if experts are copied to slots
     slot_bytes = [
         recipes.slot_bytes(layer.num_experts, in_blocks=in_blocks)
@@ -60,16 +60,14 @@ def build_experts(
         loader.lie_in_blocks()
     path = _layer_path(plan, config, bookkeeping, early_router)
     ways = " or ".join(sorted({computer.how for computer in path.computers}))
-    description = f"{plan.packing or 'as stored'}, {ways}"
-    if is_mapped:
-        description += ", in the page cache"
+    where = ", in the page cache" if is_mapped else ""
     stored = {  # tied experts once
         id(recipes): layer.num_experts * recipes.bytes_per_expert()
         for layer, recipes in zip(plan.layers, plan.recipes, strict=True)
     }
     room = Room(
         memory,
-        plan.step_bytes(config.kv_dtype) if is_here else None,
+        plan.step_bytes(config.kv_dtype, config.is_exact) if is_here else None,
         bookkeeping.tiers[-1],
         num_experts=bookkeeping.total_experts if local_LE is None else int(local_LE.sum()),
     )
@@ -79,20 +77,20 @@ def build_experts(
         bookkeeping=bookkeeping,
         loader=loader,
         preloader=Preloader(bookkeeping, loader.in_file_order, loader.is_present),
-        description=description,
+        description=f"{plan.packing or 'as stored'}, {ways}{where}",
         stored_expert_bytes=sum(stored.values()),
     )
 
 
 def free_for_experts(
-    memory: ProcessMemory, plan: Plan, kv_dtype: str, *, computes_here: bool = True
+    memory: ProcessMemory, plan: Plan, config: OffloadConfig, *, computes_here: bool = True
 ) -> int:
     """The bytes that are left for experts once the dense weights are loaded. `computes_here`: keys
     and activations are in the memory of the host, too, and slots give way to them.
     """
     left = memory.left()
     if computes_here and linux.is_linux():
-        return left - plan.step_bytes(kv_dtype).from_the_start()
+        return left - plan.step_bytes(config.kv_dtype, config.is_exact).from_the_start()
     return int(left * FIXED_SHARE)
 
 

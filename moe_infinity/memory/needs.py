@@ -20,6 +20,7 @@ FLOAT32_BYTES = 4
 # use. Measured with the widths of Qwen3-30B-A3B in bfloat16: 330 KiB a token of 500, 192 of 2,500,
 # where it says 204, or 255 with this.
 SAFETY = 1.25
+MASK_BYTES = 2  # of a pair, while it is made; 3 with a window, before layers compute
 # From the start memory is left for a pass of USUAL_TOKENS that nothing came before, and for the
 # keys and values of USUAL_CONTEXT tokens. A step that needs more gets it from slots.
 USUAL_TOKENS = 512
@@ -114,11 +115,13 @@ class StepBytes:
 
     @classmethod
     def of(
-        cls, config: Any, *, top_k: int, expert_params: int, item_bytes: int, kv_dtype: str
-    ) -> StepBytes:
+        cls, config: Any, *, top_k: int, expert_params: int, item_bytes: int, kv_dtype: str,
+        is_exact: bool,
+    ) -> StepBytes:  # fmt: skip
         """For each of a token's experts there is its output in float32 or, where torch computes,
-        its input, its output and what is between. Attention makes a mask or, where it is not fused,
-        all scores.
+        its input, its output and what is between. Attention makes a mask; where the module's own
+        code attends (`is_exact`), also numbers of it and keys and values for each query head or,
+        where it is not fused, all scores. Torch fuses none whose values are narrower than its keys.
         """
         text = config.get_text_config(decoder=True)
         widths = _widths(text)
@@ -126,14 +129,16 @@ class StepBytes:
         width = expert_params // (3 * max(widths.model, 1))  # without a gate it is 2 F / 3
         experts = 2 * item_bytes * top_k * (widths.model + 2 * width)
         rest = both * (3 * widths.model + 2 * widths.queries + widths.keys)
-        is_fused = config._attn_implementation not in (None, "eager")
+        latent = _number(text, "kv_lora_rank")
+        repeated = widths.queries if is_exact or latent else 0
+        is_fused = config._attn_implementation not in (None, "eager") and not (latent and is_exact)
         return cls(
             kv=kv_bytes_of(config, item_bytes, kv_dtype),
             per_token=int(SAFETY * (experts + rest)),
             per_context=0 if kv_dtype == "auto" else both * widths.keys,
-            per_earlier=int(SAFETY * item_bytes * (widths.keys + 2 * widths.queries)),
+            per_earlier=int(SAFETY * item_bytes * (widths.keys + 2 * repeated)),
             experts_per_token=experts,
-            per_pair=both if is_fused else 2 * both * widths.heads,
+            per_pair=(both if is_exact else MASK_BYTES) if is_fused else 2 * both * widths.heads,
             is_causal=is_fused and not _number(text, "sliding_window"),
             logits=FLOAT32_BYTES * _number(text, "vocab_size"),
         )

@@ -80,14 +80,16 @@ class Renderer:
         return str(answer["text"])
 
     def close(self) -> None:
-        """End the process."""
-        if self._socket is not None:
-            self._socket.close()
-            self._socket = None
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-            self._process = None
+        """End the process. Another thread may do so at the same time."""
+        ours = self._socket
+        self._socket = None
+        if ours is not None:
+            ours.close()
+        process = self._process
+        self._process = None
+        if process is not None:
+            process.kill()
+            process.wait()
 
     def _start(self) -> None:
         ours, theirs = socket.socketpair()

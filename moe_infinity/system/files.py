@@ -128,7 +128,7 @@ def make_private_folder(folder: Path, num_own: int) -> None:
     Raises PermissionError if somebody else owns one of these, or could have changed what is in it.
     """
     own = [folder, *folder.parents][:num_own][::-1]
-    own[0].parent.mkdir(parents=True, exist_ok=True)
+    own[0].parent.mkdir(mode=0o755, parents=True, exist_ok=True)
     _refuse_shared(own[0].parent, os.stat(own[0].parent), sticky_is_safe=True)
     for each in own:
         with suppress(FileExistsError):
@@ -150,16 +150,6 @@ def _refuse_shared(folder: Path, found: os.stat_result, *, sticky_is_safe: bool)
     is_sticky = bool(found.st_mode & stat.S_ISVTX)
     if found.st_mode & 0o022 and not (sticky_is_safe and is_sticky):
         raise PermissionError(errno.EPERM, "others may write to it", str(folder))
-
-
-@contextmanager
-def private_files() -> Iterator[None]:
-    """Inside, files and folders that this process makes are its user's alone."""
-    before = os.umask(0o077)
-    try:
-        yield
-    finally:
-        os.umask(before)
 
 
 def nearest_folder(path: Path) -> Path:

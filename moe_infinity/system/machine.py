@@ -138,12 +138,6 @@ def disk_bytes_read() -> int:
         return 0
 
 
-def swap_bytes() -> tuple[int, int]:
-    """Bytes of swap in use, and of all swap."""
-    swap = psutil.swap_memory()
-    return int(swap.used), int(swap.total)
-
-
 def huge_pages_setting() -> str:
     """The setting: always, madvise or never; empty where there is none."""
     return _text(HUGE_PAGES).partition("[")[2].partition("]")[0]

@@ -308,6 +308,24 @@ def test_another_conversation_is_rendered_beside_one_that_loops():
         renderers.close()
 
 
+def test_two_threads_may_end_a_process_at_once(renderer):
+    renderer.start()
+    first = renderer._all[0]
+    process = first._process
+
+    class EndedMeanwhile:
+        def kill(self) -> None:
+            process.kill()
+            first.close()
+
+        def wait(self) -> None:
+            process.wait()
+
+    first._process = EndedMeanwhile()
+    first.close()
+    assert renderer.render(arguments("a"), soon()) == "a"
+
+
 def test_a_process_that_was_killed_is_started_anew(renderer):
     renderer.start()
     renderer._all[0]._process.kill()

@@ -54,6 +54,8 @@ from moe_infinity.kernels.cpu.work import call_rows
 from moe_infinity.kernels.kv_rows import LARGEST
 from moe_infinity.layout import KINDS
 
+QUERIES = 512  # of a block
+KEYS = 512  # that torch's kernel takes at once: leaving out all of them changes no bit
 FINITE = 1e30  # more than any score
 MAX_WIDTH = 16 * LANES  # of values: as many sums as a machine has registers
 
@@ -62,18 +64,67 @@ def attend_grouped(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float
 ) -> Tensor | None:
     """Attend: [B, H, T, d], [B, G, N, d], [B, G, N, dv] -> [B, T, H, dv]. One query is computed by
-    `attend`; several with a mask by torch, which reads the keys and values of a group where they
-    are. Transformers gives it a copy for each head; the bits are the same. None: for neither.
+    `attend`; several with a mask by torch, which gets a block of them at a time, as it makes
+    numbers of the mask. The bits are those of all at once. None: for neither.
     """
-    if query.shape[2] == 1:
+    num_seqs, num_heads, num_queries, _ = query.shape
+    if num_queries == 1:
         out = attend(query, key, value, mask, scale)
         return None if out is None else out[:, None]
-    if mask is None or query.shape[1] == key.shape[1] or query.device.type != "cpu":
+    if mask is None or mask.shape[-1] != key.shape[2] or query.device.type != "cpu":
         return None
-    out = functional.scaled_dot_product_attention(
-        query, key, value, mask, scale=scale, enable_gqa=True
-    )
-    return out.transpose(1, 2).contiguous()
+    out = query.new_empty(num_seqs, num_queries, num_heads, value.shape[3])
+    value = as_wide_as(key, value)
+    if not torch_takes_groups():
+        per_group = num_heads // key.shape[1]
+        key = key.repeat_interleave(per_group, 1)
+        value = value.repeat_interleave(per_group, 1)
+    for start in range(0, num_queries, QUERIES):
+        end = start + QUERIES
+        of_block = mask if mask.shape[-2] == 1 else mask[..., start:end, :]
+        n = num_seen(of_block)
+        seen = functional.scaled_dot_product_attention(
+            query[:, :, start:end], key[:, :, :n], value[:, :, :n], of_block[..., :n],
+            scale=scale, enable_gqa=torch_takes_groups(),
+        )  # fmt: skip
+        out[:, start:end] = seen[..., : out.shape[3]].transpose(1, 2)
+    return out
+
+
+def as_wide_as(key: Tensor, value: Tensor) -> Tensor:
+    """Values with zeros added, where keys are wider. Without these torch holds the scores of all
+    queries, 11 bytes each, and takes 3 times as long.
+    """
+    missing = key.shape[-1] - value.shape[-1]
+    is_for_cpu = value.device.type == "cpu"
+    return functional.pad(value, (0, missing)) if is_for_cpu and missing > 0 else value
+
+
+@cache
+def torch_takes_groups() -> bool:
+    """True if torch reads the keys and values of a group where they are, with the bits of a copy
+    for each head. torch 2.8 makes these copies, and other bits.
+    """
+    numbers = torch.arange(3 * 4 * 64 * 16, dtype=torch.float32, device="cpu").sin()
+    query, key, value = numbers.view(3, 1, 4, 64, 16)
+    mask = torch.ones(64, 64, dtype=torch.bool, device="cpu").tril()
+    attend_all = functional.scaled_dot_product_attention
+    grouped = attend_all(query, key[:, :2], value[:, :2], mask, enable_gqa=True)
+    keys, values = (of_group[:, :2].repeat_interleave(2, 1) for of_group in (key, value))
+    return torch.equal(grouped, attend_all(query, keys, values, mask))
+
+
+def num_seen(mask: Tensor) -> int:
+    """The number of keys, from the first one on, that some query sees by a mask, and of those that
+    torch takes together with the last.
+    """
+    count = mask.shape[-1]
+    while mask.dtype == torch.bool and count > KEYS:
+        last = (count - 1) // KEYS * KEYS
+        if mask[..., last:count].any():
+            break
+        count = last
+    return count
 
 
 def attend(

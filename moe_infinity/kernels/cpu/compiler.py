@@ -30,7 +30,7 @@ from numba import cfunc, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from moe_infinity.system.files import is_known, make_private_folder, private_files
+from moe_infinity.system.files import is_known, make_private_folder
 
 PACKAGE = Path(__file__).resolve().parents[2]
 UNUSED_S = 30 * 24 * 3600  # a folder of another version that was not used for so long is deleted
@@ -97,8 +97,7 @@ def _kept(folder: Path, compile_: Any, function: Any, signature: Any, **options:
     numba.config.CACHE_DIR = str(folder)
     keeping = compile_(signature, cache=True, **options)
     try:
-        with private_files():
-            return keeping(function)
+        return keeping(function)
     except OSError:
         raise
     except Exception as error:  # whatever pickle makes of a damaged file
@@ -106,8 +105,7 @@ def _kept(folder: Path, compile_: Any, function: Any, signature: Any, **options:
         name = function.__qualname__.replace("<", "").replace(">", "")  # as in numba's file names
         for file in folder.glob(f"*/*.{name}-*"):
             file.unlink(missing_ok=True)
-        with private_files():
-            return keeping(function)
+        return keeping(function)
     finally:
         numba.config.CACHE_DIR = stock_folder
 

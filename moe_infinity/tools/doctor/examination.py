@@ -17,6 +17,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from moe_infinity.system import linux, machine, process_limits
 from moe_infinity.system.files import is_known, nearest_folder, open_past_cache, open_to_read
 from moe_infinity.system.linux import is_cached
@@ -121,9 +123,12 @@ def _cores() -> Line:
 
 
 def _swap() -> Line:
-    used, total = machine.swap_bytes()
+    swap = psutil.swap_memory()
     return lines.swap_line(
-        used, total, available=available_memory_bytes(), memory=machine_memory_bytes()
+        int(swap.used),
+        int(swap.total),
+        available=available_memory_bytes(),
+        memory=machine_memory_bytes(),
     )
 
 

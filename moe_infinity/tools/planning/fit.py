@@ -236,7 +236,7 @@ def _sizes(model: str, plan: Plan, folder: Path | None, kv_dtype: str) -> ModelS
     unread = stored_bytes([*tables.values(), *(embedding.values() if head else ())])
     known = {*embedding, *head, *tables}
     others = [w for name, w in plan.dense.items() if name not in known]
-    step = plan.step_bytes(kv_dtype)
+    step = plan.step_bytes(kv_dtype, is_exact=False)
     return ModelSizes(
         model=model,
         architecture=plan.architecture,

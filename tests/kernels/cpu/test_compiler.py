@@ -113,9 +113,22 @@ def test_what_is_kept_is_its_users_alone_whatever_the_umask(home, mask):
         add_two()
     finally:
         os.umask(before)
-    made = sorted((home / "moe-infinity").rglob("*"))
-    assert len(made) > 4
-    assert all(path.stat().st_mode & 0o077 == 0 for path in (home / "moe-infinity", *made))
+    kernels = home / "moe-infinity" / "kernels"
+    (folder,) = kernels.iterdir()
+    assert all(path.stat().st_mode & 0o777 == 0o700 for path in (kernels.parent, kernels, folder))
+    assert len(kept_files(home)) > 1
+
+
+def test_a_home_that_is_made_with_no_umask_is_no_folder_of_others(home, monkeypatch, caplog):
+    """Threads of libraries set it to 0 for a moment, and it may stay so."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(home / "new"))
+    before = os.umask(0)
+    try:
+        add_two()
+    finally:
+        os.umask(before)
+    assert (home / "new").stat().st_mode & 0o777 == 0o755
+    assert WARNING not in caplog.text
 
 
 @pytest.mark.parametrize("name", [".", "moe-infinity", "moe-infinity/kernels", "*"])
