@@ -57,7 +57,7 @@ from moe_infinity.architectures.model_parts import (
     feed_forward,
     router_of,
 )
-from moe_infinity.architectures.module_state import ModuleState, stock_forward
+from moe_infinity.architectures.module_state import ModuleState, has_hooks, stock_forward
 from moe_infinity.architectures.trial import Found
 from moe_infinity.experts import Ints
 from moe_infinity.kernels.cpu.decoder import DecoderKernel, LinearAttention
@@ -207,8 +207,10 @@ class DecoderLayer:
         return cache_layer if fits else None
 
     def may_follow(self, x: Tensor) -> bool:
-        """Return True if the layer is expected to get the arguments of the layer before it."""
-        return self._may_follow[len(x) > 1]
+        """Return True if the layer is expected to get the arguments of the layer before it, and
+        nothing that runs in between could change the model.
+        """
+        return self._may_follow[len(x) > 1] and not has_hooks(self.layer)
 
     def note_other_arguments(self, x: Tensor) -> None:
         """Expect other arguments from now on, for one sequence or for several."""
@@ -223,11 +225,6 @@ class DecoderLayer:
 
     def _change_of_block(self) -> str | None:
         return None if self.experts is None else self._block_state.change()
-
-    @property
-    def is_as_loaded(self) -> bool:
-        """True if nothing of the layer is different from when the model was loaded."""
-        return self._state.change() is None and self._change_of_block() is None
 
     def residents(self) -> Residents | None:
         """Return the layer's experts, if those of all layers are in memory and none has to leave.
@@ -353,8 +350,9 @@ class LayersAhead:
         cache_layers: list[Any] = []
         if x.is_inference() or torch.is_inference_mode_enabled():  # a change would not be noticed
             return residents, cache_layers
-        angles = self._layers[number].angles
-        for layer in self._layers[number:]:
+        first = self._layers[number]
+        angles = first.angles
+        for layer in self._layers[number : number + 1 if has_hooks(first.layer) else None]:
             angles = angles or layer.angles
             joins = not residents or (layer.may_follow(x) and layer.angles in (None, angles))
             experts = layer.residents() if joins else None
@@ -363,7 +361,7 @@ class LayersAhead:
                 break
             if not residents:  # of all layers at once, which is faster than one by one
                 are_as_loaded = self._state is not None and self._state.change() is None
-            if not (are_as_loaded or layer.is_as_loaded):
+            if not are_as_loaded and any(layer.changes()):
                 break
             residents.append(experts)
             cache_layers.append(cache_layer)

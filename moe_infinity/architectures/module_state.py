@@ -9,7 +9,7 @@ anything differs, the module's own code runs.
     of a parameter       which tensor it is, where its memory is, and on a CPU the contents of
                          vectors, since kernels copy those; they read matrices where they are, and
                          those of a GPU everything
-    of its class         the methods, and the functions that `forward` names
+    of its class         the methods, and the functions of its file that `forward` calls
     of its config        the values that its methods read, such as which attention function is used
     of the process       hooks on all modules, modes of torch that see every function, autocast, and
                          what is registered as the attention function
@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from itertools import chain
 from operator import itemgetter, methodcaller
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -38,12 +39,14 @@ from moe_infinity.kernels.cpu.same_bytes import KeptContents
 HOOKS_ON_ALL = (torch_modules._global_forward_hooks, torch_modules._global_forward_pre_hooks)
 
 
+_replaced = itemgetter(
+    "linear", "conv1d", "scaled_dot_product_attention", "softmax", "silu", "gelu"
+)
+
+
 def _functions() -> tuple[Any, ...]:
     """Return the functions that run every module, and those that kernels replace."""
-    functions = nn.functional
-    call = nn.Module.__call__, nn.Module._call_impl
-    attention = functions.scaled_dot_product_attention
-    return *call, functions.linear, functions.conv1d, attention
+    return nn.Module.__call__, nn.Module._call_impl, torch.topk, *_replaced(vars(nn.functional))
 
 
 FUNCTIONS = _functions()
@@ -154,21 +157,17 @@ def _bases_of(kind: type) -> tuple[type, ...]:
 
 def _config_values_of(modules: Sequence[nn.Module]) -> list[Names]:
     """Return how to read what the methods of modules read of their configs after they are made."""
-    keys: dict[int, set[str]] = {}
-    configs: dict[int, PreTrainedConfig] = {}
+    found: dict[int, tuple[dict[str, Any], set[str]]] = {}
     read_by = {kind: _read_later(kind) for kind in {*map(type, modules)}}
     for module in modules:
         for config in vars(module).values():
             if isinstance(config, PreTrainedConfig):
-                configs[id(config)] = config
-                # A property such as `_attn_implementation` is kept under a name like this one.
-                names = read_by[type(module)]
-                read = names | {f"{name}_internal" for name in names}
-                keys.setdefault(id(config), set()).update(read & vars(config).keys())
-    return [(itemgetter(*keys[i]), vars(configs[i])) for i in configs if keys[i]]
+                values, keys = found.setdefault(id(config), (vars(config), set()))
+                keys.update(read_by[type(module)] & values.keys())
+    return [(itemgetter(*keys), values) for values, keys in found.values() if keys]
 
 
-def _read_later(kind: type) -> frozenset[str]:
+def _read_later(kind: type) -> set[str]:
     """Return the attributes that methods of a class name which read a config."""
     methods = {n: m for base in reversed(_bases_of(kind)) for n, m in vars(base).items()}
     found: set[str] = set()
@@ -176,14 +175,23 @@ def _read_later(kind: type) -> frozenset[str]:
         code = getattr(inspect.unwrap(method) if callable(method) else None, "__code__", None)
         if name != "__init__" and code is not None and "config" in code.co_names:
             found.update(code.co_names)
-    return frozenset(found - {"config"})
+    # A property such as `_attn_implementation` is kept under a name like this one.
+    return found | {f"{name}_internal" for name in found}
 
 
 def _names_in(forward: Callable[..., Any]) -> Names | None:
-    """Return how to read what the global names in a method stand for, and their namespace."""
-    function = inspect.unwrap(forward)
-    names = [name for name in function.__code__.co_names if name in function.__globals__]
-    return (itemgetter(*names), function.__globals__) if names else None
+    """Return how to read what the global names in a method stand for, and their namespace. Those
+    in functions of the namespace that it calls count, too.
+    """
+    functions = [inspect.unwrap(forward)]
+    namespace = functions[0].__globals__
+    names: dict[str, Any] = {}
+    for function in functions:
+        new = {name for name in function.__code__.co_names if name in namespace} - names.keys()
+        names |= {name: namespace[name] for name in new}
+        called = [names[name] for name in new if isinstance(names[name], FunctionType)]
+        functions += [callee for callee in called if callee.__globals__ is namespace]
+    return (itemgetter(*names), namespace) if names else None
 
 
 def is_watched() -> bool:
@@ -208,6 +216,12 @@ def _is_in_foreign_mode() -> bool:
 
 
 CHANGES_NOTHING = "_moe_infinity_changes_nothing"  # an attribute of our own modes
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Return True if hooks of a module run before or after it."""
+    hooks = *module._forward_hooks.values(), *module._forward_pre_hooks.values()
+    return not all(map(_is_idle, hooks))
 
 
 def _is_idle(hook: Callable[..., Any]) -> bool:
@@ -240,10 +254,4 @@ def stock_forward(module: nn.Module) -> Callable[..., Any]:
     whatever its class has when it is called.
     """
     own: Callable[..., Any] | None = vars(module).get("forward")
-    if own is not None:
-        return own
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        return type(module).forward(module, *args, **kwargs)
-
-    return forward
+    return own or (lambda *args, **kwargs: type(module).forward(module, *args, **kwargs))

@@ -14,6 +14,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 from transformers import DynamicCache
+from transformers.models.qwen2_moe import modeling_qwen2_moe
 
 from moe_infinity import MoE, UnsupportedModelError
 from moe_infinity.architectures.decoder_layers import DecoderLayer, LayersAhead
@@ -95,6 +96,65 @@ def test_a_change_after_the_first_layer_computed_all_is_seen_in_the_next_step(tm
         cache.crop(-1)
         after = model(TOKENS[:1, 5:6], **{CACHE: cache}).logits
         assert (before - after).abs().max() > 1e-2 * before.abs().max()
+
+
+@pytest.mark.parametrize("change", ["hook", "cache"])
+def test_what_a_hook_changes_is_seen_in_the_same_step(tmp_path, change):
+    """Tools that look into models install hooks while a step runs."""
+    folder = saved("Mixtral", tmp_path)
+    stock = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
+    installed: list[Any] = []
+
+    def change_later_layers(first: Any, args: Any, kwargs: Any, out: Any) -> None:
+        keys = kwargs[CACHE].layers[2].keys
+        if change == "cache":
+            if keys is not None:
+                keys[..., :2, :] = 0.5
+            return
+        later = model.model.layers[2].self_attn.o_proj
+        installed.append(later.register_forward_hook(lambda module, args, out: out * 2))
+
+    def undo(last: Any, args: Any, out: Any) -> None:
+        while installed:
+            installed.pop().remove()
+
+    found = []
+    with MoE(folder) as moe:
+        moe.preload()
+        before = steps(moe.model)
+        for model in (stock, moe.model):
+            layers = model.model.layers
+            hook = layers[0].register_forward_hook(change_later_layers, with_kwargs=True)
+            with hook, layers[2].register_forward_hook(undo):
+                found.append(steps(model))
+        assert torch.equal(steps(moe.model), before)
+    expected, ours = found
+    assert (ours - expected).abs().max() <= 1e-4 * expected.abs().max()
+    assert (ours - before).abs().max() > 1e-2 * before.abs().max()
+
+
+FUNCTIONS = [
+    (modeling_qwen2_moe, "rotate_half"),  # `forward` calls what calls it
+    (nn.functional, "softmax"),
+    (nn.functional, "silu"),
+    (torch, "topk"),
+]
+
+
+@pytest.mark.parametrize(("owner", "name"), FUNCTIONS, ids=[name for _, name in FUNCTIONS])
+def test_a_patched_function_is_followed(tmp_path, monkeypatch, owner, name):
+    folder = saved("Qwen2Moe", tmp_path)
+    stock = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
+    own = getattr(owner, name)
+    with MoE(folder, host_memory="50%") as few, MoE(folder) as all_in_memory:
+        all_in_memory.preload()
+        before = steps(few.model)
+        monkeypatch.setattr(owner, name, lambda x, *args, **kwargs: own(-2 * x, *args, **kwargs))
+        expected = steps(stock)
+        for moe in (few, all_in_memory):
+            assert (steps(moe.model) - expected).abs().max() <= 1e-4 * expected.abs().max()
+        monkeypatch.undo()
+        assert torch.equal(steps(few.model), before)
 
 
 def test_a_mask_that_is_changed_in_place_is_read_again(tmp_path):
