@@ -65,7 +65,8 @@ def attend_grouped(
 ) -> Tensor | None:
     """Attend: [B, H, T, d], [B, G, N, d], [B, G, N, dv] -> [B, T, H, dv]. One query is computed by
     `attend`; several with a mask by torch, which gets a block of them at a time, as it makes
-    numbers of the mask. The bits are those of all at once. None: for neither.
+    numbers of the mask, and each group as a sequence, whose keys all its heads share. The bits are
+    those of all at once with a copy of the keys for each head. None: for neither.
     """
     num_seqs, num_heads, num_queries, _ = query.shape
     if num_queries == 1:
@@ -74,21 +75,30 @@ def attend_grouped(
     if mask is None or mask.shape[-1] != key.shape[2] or query.device.type != "cpu":
         return None
     out = query.new_empty(num_seqs, num_queries, num_heads, value.shape[3])
-    value = as_wide_as(key, value)
-    if not torch_takes_groups():
-        per_group = num_heads // key.shape[1]
-        key = key.repeat_interleave(per_group, 1)
-        value = value.repeat_interleave(per_group, 1)
+    num_groups = key.shape[1]
+    in_group = num_heads // num_groups
+    queries = query.reshape(num_seqs * num_groups, in_group, num_queries, -1)
+    keys = key.flatten(0, 1)[:, None].expand(-1, in_group, -1, -1)
+    values = as_wide_as(key, value).flatten(0, 1)[:, None].expand(-1, in_group, -1, -1)
     for start in range(0, num_queries, QUERIES):
         end = start + QUERIES
         of_block = mask if mask.shape[-2] == 1 else mask[..., start:end, :]
         n = num_seen(of_block)
         seen = functional.scaled_dot_product_attention(
-            query[:, :, start:end], key[:, :, :n], value[:, :, :n], of_block[..., :n],
-            scale=scale, enable_gqa=torch_takes_groups(),
+            queries[:, :, start:end], keys[:, :, :n], values[:, :, :n],
+            by_group(of_block[..., :n], num_groups), scale=scale,
         )  # fmt: skip
+        seen = seen.reshape(num_seqs, num_heads, -1, seen.shape[3])
         out[:, start:end] = seen[..., : out.shape[3]].transpose(1, 2)
     return out
+
+
+def by_group(mask: Tensor, num_groups: int) -> Tensor:
+    """A mask for sequences, [1 or B, 1 or H, ...], as one for their groups, [1 or B G, ...]."""
+    num_seqs, num_heads, *shape = mask.shape
+    if num_heads > 1:
+        return mask.reshape(num_seqs * num_groups, num_heads // num_groups, *shape)
+    return mask if num_seqs == 1 else mask.repeat_interleave(num_groups, 0)
 
 
 def as_wide_as(key: Tensor, value: Tensor) -> Tensor:
@@ -98,20 +108,6 @@ def as_wide_as(key: Tensor, value: Tensor) -> Tensor:
     missing = key.shape[-1] - value.shape[-1]
     is_for_cpu = value.device.type == "cpu"
     return functional.pad(value, (0, missing)) if is_for_cpu and missing > 0 else value
-
-
-@cache
-def torch_takes_groups() -> bool:
-    """True if torch reads the keys and values of a group where they are, with the bits of a copy
-    for each head. torch 2.8 makes these copies, and other bits.
-    """
-    numbers = torch.arange(3 * 4 * 64 * 16, dtype=torch.float32, device="cpu").sin()
-    query, key, value = numbers.view(3, 1, 4, 64, 16)
-    mask = torch.ones(64, 64, dtype=torch.bool, device="cpu").tril()
-    attend_all = functional.scaled_dot_product_attention
-    grouped = attend_all(query, key[:, :2], value[:, :2], mask, enable_gqa=True)
-    keys, values = (of_group[:, :2].repeat_interleave(2, 1) for of_group in (key, value))
-    return torch.equal(grouped, attend_all(query, keys, values, mask))
 
 
 def num_seen(mask: Tensor) -> int:
