@@ -23,6 +23,7 @@ import re
 import stat
 import time
 from collections.abc import Iterator, Sequence
+from concurrent import futures
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -151,7 +152,7 @@ class PromptStore:
         for task in tasks:
             try:
                 task.future.result(max(give_up_at - time.monotonic(), 0.0))
-            except TimeoutError:
+            except futures.TimeoutError:  # of Python 3.10 not the built-in one
                 self._is_off = not found
                 what = "is not used any more" if self._is_off else "gives a part"
                 self._say("slow", f"reading took more than {READ_S:g} s: it {what}")
