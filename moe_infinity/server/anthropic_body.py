@@ -351,6 +351,8 @@ class MessagesBody(CountTokensBody, SampledBody):
         if self.compaction is not None:
             message = "no conversation is summarised here: ask for a summary in a message"
             raise BadRequest(message, param="compaction")
+        if self.stop_sequences and self.stop not in (None, self.stop_sequences):
+            raise BadRequest("this and stop_sequences say different things", param="stop")
         return super().for_chat()
 
     def _chat_fields(self) -> dict[str, Any]:

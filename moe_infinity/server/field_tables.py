@@ -130,8 +130,6 @@ REASONS: dict[str, tuple[str, ...]] = {
     "answers are sampled": ("use_beam_search",),
     "an answer comes alone: send the request again": ("n", "num_return_sequences"),
     "special tokens are no part of an answer": ("render_special",),
-    "log-probabilities are the model's own": ("post_sampling_probs",),
-    "/v1/completions gives those of a prompt, with echo and logprobs": ("prompt_logprobs",),
 }  # fmt: skip
 REFUSED = {name: why for why, names in REASONS.items() for name in names}
 # Their values without effect, beside null, false, 0 and what is empty.

@@ -112,6 +112,7 @@ LOGGED = """
     temperature_last use_default_badwordsids
     chat_format chat_parser generation_prompt parse_tool_calls preserved_tokens reasoning_control
     reasoning_format separate_reasoning stream_reasoning mode auto_max_new_tokens
+    post_sampling_probs prompt_logprobs
     custom_params decoder_input_details details extra_key logprob_token_ids
     return_cached_tokens_details return_hidden_states return_prompt_text return_routed_experts
     return_token_ids
@@ -242,6 +243,13 @@ def test_two_names_with_different_values_are_refused(fields, name):
     with pytest.raises(BadRequest) as refused:
         checked(ChatBody, fields)
     assert refused.value.error.param == name
+
+
+def test_messages_have_two_fields_for_stop_strings_which_agree():
+    both = {"stop": ["a"], "stop_sequences": ["a"]}
+    assert checked(MessagesBody, both)[0].for_chat().stops == ("a",)
+    with pytest.raises(BadRequest, match="stop: this and stop_sequences"):
+        checked(MessagesBody, both | {"stop": "b"})[0].for_chat()
 
 
 def test_a_prompt_may_come_without_its_special_tokens(moe: MoE, monkeypatch):
