@@ -17,7 +17,7 @@ from moe_infinity.server.anthropic_tools import (
     offered_at_the_end,
 )
 from moe_infinity.server.chat import ChatBody, Message
-from moe_infinity.server.efforts import BUDGETS, BudgetTokens, Effort, Thinking
+from moe_infinity.server.efforts import BudgetTokens, Effort, Thinking
 from moe_infinity.server.fields import (
     KEEPS_EMPTY,
     Body,
@@ -27,7 +27,7 @@ from moe_infinity.server.fields import (
     short,
 )
 from moe_infinity.server.parts import ImagePart, MediaPart, TextPart
-from moe_infinity.server.protocol import LIMITS, SampledBody, Stop
+from moe_infinity.server.protocol import SampledBody, Stop
 from moe_infinity.server.refusals import BadRequest, wrong_fields
 
 # What this API calls fields of a chat request.
@@ -258,7 +258,7 @@ class OutputConfig(Body):
 class ChatOfMessages(ChatBody):
     """The chat request of such a body. Its answer may have no tokens."""
 
-    max_tokens: int | None = Field(None, ge=0, validation_alias=LIMITS)
+    max_tokens: int | None = Field(None, ge=0)
 
 
 class CountTokensBody(RequestBody, Cacheable):
@@ -269,7 +269,7 @@ class CountTokensBody(RequestBody, Cacheable):
     tools: Items[ClientTool] | None = None
     tool_choice: Annotated[ToolChoice | NamedToolChoice, Field(discriminator="type")] | None = None
     thinking: Thinking | None = None
-    reasoning_budget_tokens: BudgetTokens | None = Field(None, validation_alias=BUDGETS)
+    reasoning_budget_tokens: BudgetTokens | None = None
     output_config: OutputConfig | None = None
     output_format: SchemaFormat | None = None  # what output_config.format was before
 
@@ -351,6 +351,8 @@ class MessagesBody(CountTokensBody, SampledBody):
         if self.compaction is not None:
             message = "no conversation is summarised here: ask for a summary in a message"
             raise BadRequest(message, param="compaction")
+        if self.stop_sequences and self.stop not in (None, self.stop_sequences):
+            raise BadRequest("this and stop_sequences say different things", param="stop")
         return super().for_chat()
 
     def _chat_fields(self) -> dict[str, Any]:

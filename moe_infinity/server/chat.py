@@ -9,9 +9,9 @@ from typing import Annotated, Any, Literal
 from pydantic import AliasChoices, Field, model_validator
 
 from moe_infinity.server.efforts import ReasoningFields, TemplateVariables
+from moe_infinity.server.field_tables import ONLY_TEXT
 from moe_infinity.server.fields import (
     KEEPS_EMPTY,
-    ONLY_TEXT,
     Body,
     Items,
     RequestBody,
@@ -308,9 +308,7 @@ class TokenizeBody(RequestBody):
     prompt: Annotated[str | None, KEEPS_EMPTY] = Field(
         None, validation_alias=AliasChoices("prompt", "content")
     )
-    add_special_tokens: bool | None = Field(
-        None, validation_alias=AliasChoices("add_special_tokens", "add_special")
-    )
+    add_special_tokens: bool | None = None
     messages: Annotated[Items[Message], Field(min_length=1)] | None = None
     tools: Items[OfferedTool] | None = None
     chat_template_kwargs: TemplateVariables | None = None

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import AliasChoices, Field, model_validator
+from pydantic import Field, model_validator
 
-from moe_infinity.server.fields import Body
+from moe_infinity.server.fields import Body, RequestBody
 from moe_infinity.server.limits import STOP_CHARACTERS
 
 # Of reasoning; the first two leave it to the model.
@@ -18,11 +18,6 @@ EFFORTS = {True: "medium", False: "none", None: None}  # for who says only wheth
 SWITCHES = ("enable_thinking", "thinking")
 BUDGET_HINTS = ("thinking_budget", "reasoning_budget")
 HINTS = ("reasoning_effort", *SWITCHES, *BUDGET_HINTS)
-# llama.cpp has the first two names, vLLM the third, Qwen's API the next.
-BUDGETS = AliasChoices(
-    "reasoning_budget_tokens", "thinking_budget_tokens", "thinking_token_budget",
-    "thinking_budget", "reasoning_budget",
-)  # fmt: skip
 # The most tokens of thoughts; -1: any number.
 BudgetTokens = Annotated[int, Field(ge=-1)]
 TemplateVariables = dict[str, str | int | float | bool | None]
@@ -58,14 +53,15 @@ class Thinking(Body):
         return {"enabled": "medium", "disabled": "none"}.get(self.type)
 
 
-class ReasoningFields(Body):
+class ReasoningFields(RequestBody):
     """The fields of a chat request for how much to reason."""
 
     reasoning_effort: Effort | None = None
     reasoning: StatedEffort | None = None
     thinking: Thinking | None = None
     enable_thinking: bool | None = None
-    reasoning_budget_tokens: BudgetTokens | None = Field(None, validation_alias=BUDGETS)
+    think: bool | Literal["low", "medium", "high"] | None = None  # as Ollama says it
+    reasoning_budget_tokens: BudgetTokens | None = None
     reasoning_budget_message: LastWords | None = None  # of a thought that its budget ends
     chat_template_kwargs: TemplateVariables | None = None
 
@@ -113,6 +109,7 @@ class ReasoningFields(Body):
             EFFORTS[reasoning.enabled],
             None if self.thinking is None else self.thinking.effort(),
             EFFORTS[self.enable_thinking],
+            self.think if isinstance(self.think, str) else EFFORTS[self.think],
         )
         said = [effort for effort in stated if effort not in (None, "auto", "default")]
         return "none" if "none" in said else next(iter(said), None)

@@ -1,12 +1,14 @@
 """Rules for the fields of a request.
 
 A body declares the fields that have an effect here, or that the answer repeats. A field that is
-null, or an optional one that is empty, is as absent. Any other field falls into one of three
-classes, of which this file has the tables:
+null, or an optional one that is empty, is as absent. What becomes of any other field is in the
+tables of `field_tables`:
 
+    SAME       another name of a field that the body declares: read as that field
     HARMLESS   cannot change the text of an answer: left out
     REFUSED    would change what is asked for, and cannot be done: a 400 that names the field,
     SAMPLERS   unless its value is one without effect
+    ALWAYS     is done in any case: a 400 for false
     the rest   left out, with a line in the log for the first request that has such a field
 
 With `--strict-fields` every field that is not declared is a 400.
@@ -20,91 +22,16 @@ from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from moe_infinity.server.field_tables import EMPTY, HARMLESS, OTHER_NAMES, UNDONE, problem_of
 from moe_infinity.server.limits import LENGTHS, NAME_CHARACTERS
-from moe_infinity.server.refusals import Refused, require_within
+from moe_infinity.server.refusals import BadRequest, Refused, require_within
 
 logger = logging.getLogger(__name__)
 MAX_LOGGED = 1000  # names come from clients, and each is kept to be logged once
 KEEPS_EMPTY = "an empty value of this field means something"  # to be put into an annotation
-EMPTY: tuple[Any, ...] = (None, "", [], {})
 
 Item = TypeVar("Item")
 Items = Annotated[list[Item], Field(fail_fast=True)]  # the first wrong one ends the check of all
-
-# At any level of a body.
-HARMLESS = {
-    # bookkeeping of clients and of those who forward requests
-    "client_metadata", "created", "created_at", "created_by", "diagnostics", "extra_body",
-    "extra_headers", "extra_query", "id", "inference_geo", "keep_alive", "litellm_metadata",
-    "metadata", "moderation", "phase", "priority", "provider", "provider_specific_fields",
-    "request_id", "safety_identifier", "service_tier", "session_id", "speed", "status", "store",
-    "tags", "timeout", "timestamp", "trace_id", "transforms", "user", "user_id",
-    "user_profile_id", "workspace_id", "access_programs", "billing_policy", "background_options",
-    "fallback_credit_token", "fallbacks",
-    # hints for caches and speed: prefixes are kept in any case
-    "cache_control", "cache_prompt", "cache_salt", "id_slot", "kv_transfer_params", "n_keep",
-    "prediction", "prompt_cache_breakpoint", "prompt_cache_key", "prompt_cache_options",
-    "prompt_cache_retention", "slot_id",
-    # of earlier answers, beside their text
-    "annotations", "block_binding", "caller", "citations", "encrypted_content", "index", "logprobs",
-    "parsed", "parsed_arguments", "reasoning_details", "signature", "summary", "thinking_blocks",
-    "toolset_name",
-    # how tools are sent, and who may call them
-    "allowed_callers", "defer_loading", "eager_input_streaming", "input_examples",
-    # what a stream or an answer has beside the text
-    "betas", "display", "exclude", "include_obfuscation", "include_reasoning", "timings_per_token",
-}  # fmt: skip
-NOT_KEPT = "nothing is kept between requests: send the whole conversation"
-ONLY_TEXT = "this server reads and writes text only"
-# At the top of a body, unless the body declares the field.
-REFUSED = {
-    "audio": ONLY_TEXT,
-    "image": ONLY_TEXT,
-    "images": ONLY_TEXT,
-    "previous_response_id": NOT_KEPT,
-    "conversation": NOT_KEPT,
-    "thread": NOT_KEPT,
-    "prompt": "no prompts are stored here: send the text",
-    "background": "no answer is kept for later: use stream=true",
-    "suffix": "no model here fills in text",
-    "chat_template": "the template is the model's: chat_template_kwargs sets its variables",
-    "documents": "put the texts into a message",
-    "truncate_prompt_tokens": "shorten the prompt",
-    "prompt_embeds": ONLY_TEXT,
-    "input_embeds": ONLY_TEXT,
-    "use_beam_search": "answers are sampled",
-    "allowed_token_ids": "logit_bias and structured_outputs limit an answer",
-    "bad_words": "logit_bias makes tokens unlikely",
-    "logits_processors": "logit_bias and structured_outputs limit an answer",
-    "custom_logit_processor": "logit_bias and structured_outputs limit an answer",
-    "stop_regex": "stop takes strings",
-    "lora": "adapters are not chosen by requests",
-    "lora_path": "adapters are not chosen by requests",
-    "adapter_id": "adapters are not chosen by requests",
-    "structural_tag": "structured_outputs has json, regex, choice and grammar",
-    "include_stop_str_in_output": "a stop string is never part of the answer",
-}
-# Samplers that this server has not, and the values with which each has no effect.
-SAMPLERS: dict[str, tuple[float, ...]] = {
-    "adaptive_target": (-1,),
-    "diversity_penalty": (0,),
-    "dry_multiplier": (0,),
-    "dynamic_temperature": (0,),
-    "dynatemp_range": (0,),
-    "encoder_repetition_penalty": (1,),
-    "guidance_scale": (1,),
-    "mirostat": (0,),
-    "mirostat_mode": (0,),
-    "num_beams": (1,),
-    "penalty_alpha": (0,),
-    "smoothing_factor": (0,),
-    "tfs": (1,),
-    "tfs_z": (1,),
-    "top_a": (0,),
-    "top_n_sigma": (-1, 0),
-    "xtc_probability": (0,),
-}
-NO_SAMPLER = "this sampler is not supported: leave it out"
 
 
 class BoundedBody(BaseModel):
@@ -165,6 +92,27 @@ class RequestBody(Body):
 
     model: Annotated[str | None, Field(max_length=NAME_CHARACTERS.most)] = None
 
+    @model_validator(mode="before")
+    @classmethod
+    def _read_other_names(cls, fields: Any) -> Any:
+        """Raises BadRequest for two names with different values."""
+        if not isinstance(fields, dict):
+            return fields
+        declared = {field.alias or name for name, field in cls.model_fields.items()}
+        read = dict(fields)
+        for name, value in fields.items():
+            line = () if name in declared else OTHER_NAMES.get(name, ())
+            own = next((each for each in line if each in declared), None)
+            # This one may be a text with strings in quotes.
+            if own is None or (name == "custom_stopping_strings" and isinstance(value, str)):
+                continue
+            del read[name]
+            if read.get(own) in EMPTY:
+                read[own] = value
+            elif value not in (*EMPTY, read[own]):
+                raise BadRequest(f"this and {own} say different things", param=name)
+        return read
+
 
 class ToolOfType(Body):
     """A tool, which is left out unless it is of the one type that is known."""
@@ -205,9 +153,10 @@ class FieldCheck:
         name = path[-1]
         if self._is_strict:
             raise refused_field(path, "this field is not supported")
-        if len(path) == 1 and (problem := problem_of(name, value)) is not None:
+        is_at_top = len(path) == 1
+        if is_at_top and (problem := problem_of(name, value)) is not None:
             raise refused_field(path, problem)
-        if name not in HARMLESS:
+        if name not in HARMLESS and not (is_at_top and name in UNDONE):
             self._leave_out(path, f"the field {short(name)}")
 
     def _leave_out(self, path: tuple[str, ...], what: str) -> None:
@@ -216,15 +165,6 @@ class FieldCheck:
         if what not in self._logged and len(self._logged) < MAX_LOGGED:
             self._logged.add(what)
             logger.warning("requests have %s, which has no effect here", what)
-
-
-def problem_of(name: str, value: Any) -> str | None:
-    """Return why a field cannot be left out; None if it can."""
-    if value in (False, *EMPTY):
-        return None
-    if name in SAMPLERS:
-        return None if value in SAMPLERS[name] else NO_SAMPLER
-    return None if value == 0 else REFUSED.get(name)
 
 
 def short(name: str) -> str:

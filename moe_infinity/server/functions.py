@@ -6,7 +6,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, model_validator
 
-from moe_infinity.server.fields import KEEPS_EMPTY, Body, Items, ToolOfType
+from moe_infinity.server.fields import KEEPS_EMPTY, Body, Items, ToolOfType, short
+from moe_infinity.server.refusals import BadRequest
+
+# Types of choices in all APIs. The others are of tools that are left out.
+CHOICES = ("none", "auto", "required", "any", "function", "tool", "allowed_tools")
 
 
 class FunctionName(Body):
@@ -70,17 +74,26 @@ class OfferedTool(ToolOfType):
         return {"type": fields.get("type"), "function": function}
 
 
+def of_known_type(choice: Any) -> Any:
+    """Return a choice as it is. Raises BadRequest for a tool that is left out of the request."""
+    kind = choice.get("type") if isinstance(choice, dict) else None
+    if isinstance(kind, str) and kind not in CHOICES:
+        message = f"a tool of type {short(kind)} is left out here, and cannot be chosen"
+        raise BadRequest(message, param="tool_choice")
+    return choice
+
+
 def in_words_of_chat(choice: Any) -> Any:
     """Return a choice as the chat API has it: in the words of the Responses API and of Anthropic's
     it is another object.
     """
-    if not isinstance(choice, dict) or "function" in choice:
+    if not isinstance(of_known_type(choice), dict) or "function" in choice:
         return choice
     kind = choice.get("type")
     name = choice.get("name")
     if kind in ("function", "tool") and isinstance(name, str):
         return {"type": "function", "function": {"name": name}}
-    return kind if kind in ("none", "auto", "required", "any") else choice
+    return kind if kind in CHOICES[:4] else choice
 
 
 ToolChoice = Annotated[

@@ -6,11 +6,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Security
 from fastapi.security import HTTPBearer
-from pydantic import ConfigDict, Field
+from pydantic import AliasChoices, BeforeValidator, ConfigDict, Field
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
@@ -18,6 +18,7 @@ from moe_infinity import __version__
 from moe_infinity.server.answers import CompletionAnswer, progress_of, sse
 from moe_infinity.server.backend import Backend
 from moe_infinity.server.chat import ChatBody
+from moe_infinity.server.field_tables import ONLY_TEXT
 from moe_infinity.server.fields import BoundedBody, Items
 from moe_infinity.server.llama_options import options_of
 from moe_infinity.server.ollama_body import parsed
@@ -29,14 +30,23 @@ from moe_infinity.server.sequences import Output, Progress, Request, TokenText
 NO_SLOT = -1
 
 
+def text_of(prompt: Any) -> Any:
+    """Return the text of a prompt that is an object. Raises BadRequest for one with media."""
+    if not isinstance(prompt, dict):
+        return prompt
+    if prompt.get("multimodal_data"):
+        raise BadRequest(ONLY_TEXT, param="prompt.multimodal_data")
+    return prompt.get("prompt_string")
+
+
 class LlamaBody(BoundedBody):
-    """The body of /completion. All other fields are options."""
+    """The body of /completion. All other fields are those of a completion of OpenAI's."""
 
     model_config = ConfigDict(extra="allow", allow_inf_nan=False)
-    prompt: str | Items[str | int]
+    prompt: Annotated[str | Items[str | int], BeforeValidator(text_of)]
     model: str | None = None
     stream: bool | None = None
-    n_probs: int | None = Field(None, ge=0)
+    n_probs: int | None = Field(None, ge=0, validation_alias=AliasChoices("n_probs", "logprobs"))
     return_tokens: bool | None = None
     return_progress: bool | None = None
     json_schema: dict[str, Any] | None = None
@@ -53,8 +63,8 @@ class LlamaBody(BoundedBody):
             "stream": self.stream,
             "return_progress": self.return_progress,
         }
-        if self.n_probs or self.return_tokens:
-            fields["logprobs"] = self.n_probs or 0
+        has_logprobs = self.n_probs or self.return_tokens
+        fields["logprobs"] = (self.n_probs or 0) if has_logprobs else None
         if self.json_schema is not None:
             fields["structured_outputs"] = {"json": self.json_schema}
         elif self.grammar:
@@ -66,7 +76,10 @@ class LlamaBody(BoundedBody):
             raise BadRequest("give pairs of a token id and a bias", param="logit_bias")
         # False forbids a token.
         fields["logit_bias"] = {str(id_): -100 if bias is False else bias for id_, bias in pairs}
-        return parsed(CompletionBody, fields)
+        body = parsed(CompletionBody, fields)
+        if body.num_choices > 1:
+            raise BadRequest("there is one answer", param="n")
+        return body
 
 
 class LlamaAnswer(CompletionAnswer):
@@ -170,7 +183,7 @@ class LlamaApi:
         backend.require_model(body.model)
 
         def read() -> tuple[CompletionBody, list[Request]]:
-            asked = body.for_completion()
+            asked = backend.accepted(body.for_completion())
             return asked, backend.reader.completion(asked)
 
         asked, requests = await backend.prepared(request, read)

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from moe_infinity.server.chat import ChatBody
 from moe_infinity.server.efforts import EFFORTS
 from moe_infinity.server.fields import BoundedBody, Items
-from moe_infinity.server.llama_options import options_of
+from moe_infinity.server.llama_options import ollama_options_of
 from moe_infinity.server.protocol import CompletionBody
 from moe_infinity.server.refusals import BadRequest, wrong_fields
 
@@ -79,7 +79,7 @@ class OllamaGenerationBody(OllamaBody):
 
     def generation_fields(self) -> dict[str, Any]:
         """The fields of a request of OpenAI's. Raises BadRequest."""
-        return options_of(self.options or {}, "options.") | {"stream": self.wants_stream}
+        return ollama_options_of(self.options or {}) | {"stream": self.wants_stream}
 
     def chat_body(self, messages: list[dict[str, Any]], **fields: Any) -> ChatBody:
         """A chat request. Raises BadRequest and RequestValidationError."""

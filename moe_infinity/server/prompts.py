@@ -100,7 +100,8 @@ class PromptReader:
         """
         grammar = self._text_grammar(body.structure)
         requests = []
-        for ids in self._all_ids(body.prompt, "prompt"):
+        has_special = body.add_special_tokens is not False
+        for ids in self._all_ids(body.prompt, "prompt", has_special=has_special):
             max_tokens = body.max_tokens
             if max_tokens is None:
                 max_tokens = self._generation.max_new_tokens(len(ids)) or COMPLETION_TOKENS
@@ -219,23 +220,25 @@ class PromptReader:
         text: str = self.tokenizer.decode(token_ids)
         return text
 
-    def _all_ids(self, prompts: Prompts, param: str) -> list[list[int]]:
+    def _all_ids(
+        self, prompts: Prompts, param: str, *, has_special: bool = True
+    ) -> list[list[int]]:
         if not prompts:
             raise BadRequest(f"there is no {param}", param=param)
         each = each_of(prompts)
         if len(each) > self._max_prompts:
             message = f"{len(each)} sequences, at most {self._max_prompts} may wait"
             raise BadRequest(message, param=param)
-        return [self._ids_of(prompt, param) for prompt in each]
+        return [self._ids_of(prompt, param, has_special) for prompt in each]
 
-    def _ids_of(self, prompt: str | MixedPrompt, param: str) -> list[int]:
+    def _ids_of(self, prompt: str | MixedPrompt, param: str, has_special: bool) -> list[int]:
         """Texts between token ids get no special tokens, unless the first."""
         if isinstance(prompt, str):
-            return self.text_ids(prompt, param)
+            return self.text_ids(prompt, param, has_special=has_special)
         ids: list[int] = []
         for at, piece in enumerate(prompt):
             if isinstance(piece, str):
-                ids += self.text_ids(piece, param, has_special=at == 0)
+                ids += self.text_ids(piece, param, has_special=has_special and at == 0)
             else:
                 self._require_known([piece], param)
                 ids.append(piece)

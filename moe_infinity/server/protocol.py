@@ -9,7 +9,7 @@ import re
 from abc import abstractmethod
 from typing import Annotated, Any, Literal
 
-from pydantic import AliasChoices, BeforeValidator, Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from moe_infinity.server.fields import KEEPS_EMPTY, Body, Items, RequestBody, whole
 from moe_infinity.server.grammars import Structure
@@ -65,17 +65,13 @@ class SampledBody(RequestBody):
     top_p: float | None = Field(None, ge=0, le=1)  # 0: the likeliest token
     top_k: int | None = Field(None, ge=-1)  # 0 or -1: all
     min_p: float | None = Field(None, ge=0, le=1)
-    repetition_penalty: float | None = Field(
-        None, gt=0, validation_alias=AliasChoices("repetition_penalty", "repeat_penalty")
-    )
+    repetition_penalty: float | None = Field(None, gt=0)
     # Samplers of transformers. Those that it has not are in `fields`.
     typical_p: float | None = Field(None, gt=0, le=1)
     epsilon_cutoff: float | None = Field(None, ge=0, lt=1)
     eta_cutoff: float | None = Field(None, ge=0, lt=1)
     no_repeat_ngram_size: int | None = Field(None, ge=0)
-    seed: int | None = Field(
-        None, ge=-(2**63), lt=2**63, validation_alias=AliasChoices("seed", "random_seed")
-    )
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     do_sample: bool | None = None  # false: temperature 0, as for transformers
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
@@ -83,14 +79,18 @@ class SampledBody(RequestBody):
     stop: Stop | Items[Stop] | None = None
     stop_token_ids: Items[TokenId] | None = None
     ignore_eos: bool | None = None
-    min_tokens: int | None = Field(
-        None, ge=0, validation_alias=AliasChoices("min_tokens", "min_new_tokens")
-    )
+    min_tokens: int | None = Field(None, ge=0)
     stream: bool | None = None
     # Without effect: for the client's own use, and about a server that serves many.
     user: Any = None
     service_tier: Any = None
     store: Any = None
+
+    @field_validator("seed", mode="before")
+    @classmethod
+    def _none_is_random(cls, value: Any) -> Any:
+        """Most servers take -1 for a random seed, and their clients send it."""
+        return None if value == -1 else value
 
     @model_validator(mode="after")
     def _may_be_greedy(self) -> SampledBody:
@@ -137,29 +137,25 @@ class StructuredOutputs(Body):
         return Structure(kind, value, f"structured_outputs.{kind}")
 
 
-# What vLLM called these before, and what llama.cpp and SGLang call them.
-OTHER_NAMES = {
+# What vLLM called these before, and what llama.cpp, SGLang and TabbyAPI call them.
+STRUCTURES = {
     "guided_json": "json",
     "guided_regex": "regex",
     "guided_choice": "choice",
     "guided_grammar": "grammar",
     "json_schema": "json",
     "regex": "regex",
+    "regex_pattern": "regex",
     "grammar": "grammar",
+    "grammar_string": "grammar",
     "ebnf": "grammar",
 }
-
-
-# Names that servers and libraries have for the same.
-LIMITS = AliasChoices("max_tokens", "n_predict", "max_new_tokens", "num_predict")
-STOPS = AliasChoices("stop", "stop_sequences", "stop_strings")
 
 
 class GenerationBody(SampledBody):
     """The fields that completions and chat completions share."""
 
-    max_tokens: int | None = Field(None, ge=1, validation_alias=LIMITS)
-    stop: Stop | Items[Stop] | None = Field(None, validation_alias=STOPS)
+    max_tokens: int | None = Field(None, ge=1)
     n: int | None = Field(None, ge=1, le=CHOICES.most)
     stream_options: StreamOptions | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -167,19 +163,19 @@ class GenerationBody(SampledBody):
 
     @model_validator(mode="before")
     @classmethod
-    def _read_other_names(cls, fields: Any) -> Any:
+    def _read_structure(cls, fields: Any) -> Any:
         """`guided_regex` is `structured_outputs.regex`, and so on. Clients for vLLM of any version
         say the same in both.
         """
-        if not isinstance(fields, dict) or not OTHER_NAMES.keys() & fields.keys():
+        if not isinstance(fields, dict) or not STRUCTURES.keys() & fields.keys():
             return fields
         other = {
-            name: fields[name] for name in OTHER_NAMES if fields.get(name) not in (None, "", [])
+            name: fields[name] for name in STRUCTURES if fields.get(name) not in (None, "", [])
         }
-        rest = {name: value for name, value in fields.items() if name not in OTHER_NAMES}
+        rest = {name: value for name, value in fields.items() if name not in STRUCTURES}
         if not other:
             return rest
-        wanted = [{OTHER_NAMES[name]: value} for name, value in other.items()]
+        wanted = [{STRUCTURES[name]: value} for name, value in other.items()]
         if rest.get("structured_outputs") is not None:
             wanted.append(rest["structured_outputs"])
         if any(each != wanted[0] for each in wanted):
@@ -235,9 +231,10 @@ def each_of(prompts: Prompts) -> list[str | MixedPrompt]:
 
 class CompletionBody(GenerationBody):
     prompt: Prompts
-    max_tokens: int | None = Field(None, ge=0, validation_alias=LIMITS)
+    max_tokens: int | None = Field(None, ge=0)
     logprobs: int | None = Field(None, ge=0, le=LOGPROBS.most)
     echo: bool | None = None
+    add_special_tokens: bool | None = None
     best_of: Literal[1] | None = None
 
     @model_validator(mode="after")

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from itertools import chain
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import BeforeValidator, Discriminator, Field, Tag
 
 from moe_infinity.server.chat import (
     ChatBody,
@@ -17,9 +17,9 @@ from moe_infinity.server.chat import (
     TextFormat,
     require_readable,
 )
-from moe_infinity.server.efforts import BUDGETS, BudgetTokens, StatedEffort
+from moe_infinity.server.efforts import BudgetTokens, StatedEffort
 from moe_infinity.server.fields import Body, Items, ToolOfType, refused_field, short
-from moe_infinity.server.functions import AllowedTools
+from moe_infinity.server.functions import AllowedTools, of_known_type
 from moe_infinity.server.limits import LOGPROBS, MESSAGES, METADATA
 from moe_infinity.server.parts import Part
 from moe_infinity.server.protocol import SampledBody
@@ -287,7 +287,10 @@ class ResponsesBody(SampledBody):
     top_logprobs: int | None = Field(None, ge=0, le=LOGPROBS.most)
     include: Items[str] | None = None  # only message.output_text.logprobs has an effect
     tools: Items[ToolOrNamespace] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedChoice | AllowedChoice | None = None
+    tool_choice: Annotated[
+        Literal["none", "auto", "required"] | NamedChoice | AllowedChoice | None,
+        BeforeValidator(of_known_type),
+    ] = None
     stream_options: EventOptions | None = None
     previous_response_id: str | None = None  # `kept` puts its items in front of the input
     metadata: (
@@ -295,7 +298,7 @@ class ResponsesBody(SampledBody):
     ) = None
     parallel_tool_calls: bool | None = None
     reasoning: StatedEffort | None = None
-    reasoning_budget_tokens: BudgetTokens | None = Field(None, validation_alias=BUDGETS)
+    reasoning_budget_tokens: BudgetTokens | None = None
     # For the server's own use, without effect: prefixes are kept in any case.
     prompt_cache_key: Any = None
     safety_identifier: Any = None

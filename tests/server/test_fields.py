@@ -16,7 +16,7 @@ from openai.types.responses.response_create_params import ResponseCreateParamsBa
 
 from moe_infinity import MoE
 from moe_infinity.server.config import ServeConfig
-from moe_infinity.server.fields import SAMPLERS, problem_of
+from moe_infinity.server.field_tables import SAMPLERS, problem_of
 from moe_infinity.server.prompts import PromptReader
 from moe_infinity.server.protocol import CompletionBody
 from tests.server.serving import Serving, serving

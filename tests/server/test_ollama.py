@@ -8,8 +8,8 @@ from typing import Any
 import httpx
 import pytest
 
-from moe_infinity.server.llama_options import options_of
-from moe_infinity.server.ollama_body import OllamaChatBody
+from moe_infinity.server.llama_options import ollama_options_of
+from moe_infinity.server.ollama_body import OllamaChatBody, OllamaGenerateBody
 from moe_infinity.server.refusals import BadRequest
 from tests.server.conftest import TEMPLATE
 from tests.server.serving import Serving, serving
@@ -225,11 +225,14 @@ def test_an_error_in_a_stream_is_a_line(server, monkeypatch):
     assert lines_of(server, "chat", CHAT)[-1] == {"error": "generation failed: RuntimeError"}
 
 
-def test_options_mean_what_they_mean_in_llama_cpp():
-    assert options_of({"num_predict": -1, "seed": -1, "top_k": -5, "stop": []}) == {"top_k": 0}
-    assert options_of({"num_ctx": 99, "num_gpu": 1, "tfs_z": 1.0, "mirostat": 0}) == {}
-    given = options_of({"n_predict": 3, "repeat_penalty": 1.1, "stop": ["a"], "temperature": 0})
-    assert given == {"max_tokens": 3, "repetition_penalty": 1.1, "stop": ["a"], "temperature": 0}
-    assert options_of({"typical_p": 0.5}) == {"typical_p": 0.5}
-    with pytest.raises(BadRequest, match="options.xtc_probability"):
-        options_of({"xtc_probability": 0.5}, "options.")
+def test_options_mean_what_they_mean_in_ollama():
+    unlimited = {"num_predict": -1, "seed": 2**32 - 1, "top_k": -5, "num_ctx": 99, "num_gpu": 1}
+    assert ollama_options_of(unlimited | {"tfs_z": 1.0, "mirostat": 0}) == {"top_k": 0}
+    given = {"num_predict": 3, "repeat_penalty": 1.1, "stop": ["a"], "typical_p": 0.5, "seed": -1}
+    assert ollama_options_of(given) == given
+    body = OllamaGenerateBody(prompt="w5", raw=True, options=given | {"temperature": 0})
+    asked = body.for_completion()
+    assert (asked.max_tokens, asked.repetition_penalty, asked.seed) == (3, 1.1, None)
+    for name in ("xtc_probability", "banned_strings"):
+        with pytest.raises(BadRequest, match=f"options.{name}"):
+            ollama_options_of({name: 0.5})
