@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_infinity.architectures.adapters import CALL_ATTRIBUTE, MoeLayer
+from moe_infinity.architectures.stored_embedding import StoredWeight
 from moe_infinity.layout import PackedWeight
 
 NORM = "input_layernorm"
@@ -23,8 +24,8 @@ RESIDUAL_NORM = "post_attention_layernorm"
 
 
 class PackedLinear(nn.Module):
-    """A linear layer in the place of an `nn.Linear`. Kernels read `packed`; any other reader of
-    `weight` gets it unpacked, anew each time.
+    """A linear layer in the place of an `nn.Linear`. Kernels read `packed`; whoever computes with
+    `weight` gets it unpacked, anew each time, and an error for a change of it.
     """
 
     def __init__(self, linear: nn.Linear, packed: PackedWeight, dtype: torch.dtype) -> None:
@@ -39,10 +40,11 @@ class PackedLinear(nn.Module):
     @property
     def weight(self) -> Tensor:
         """[R, C]"""
-        return self.packed.unpacked(self.dtype)
+        shape = self.out_features, self.in_features
+        return StoredWeight.of(shape, self.dtype, self.packed.unpacked)
 
     def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.linear(x, self.weight, self.bias)
+        return nn.functional.linear(x, self.packed.unpacked(self.dtype), self.bias)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """Cast the module, as `float()` does: the weight stays as it is stored."""
@@ -67,7 +69,8 @@ class ReorderedLinear(nn.Module):
     @property
     def weight(self) -> Tensor:
         """[R, C]"""
-        return self.linear.weight[:, self._columns]
+        own = self.linear.weight
+        return StoredWeight.of(own.shape, own.dtype, lambda dtype: own.to(dtype)[:, self._columns])
 
     @property
     def bias(self) -> Tensor | None:

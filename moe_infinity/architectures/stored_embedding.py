@@ -28,9 +28,8 @@ WRITES = {Tensor.__setitem__, Tensor.set_, Tensor.resize_}
 
 
 CANNOT_CHANGE = (
-    "the rows of this embedding are in the checkpoint's file and cannot be changed\n"
-    "hint: model.set_input_embeddings(torch.nn.Embedding.from_pretrained("
-    "model.get_input_embeddings().weight.clone()))"
+    "this weight stays as the checkpoint stores it and cannot be changed\n"
+    "hint: put a module of torch with a clone of the weight in its place"
 )
 
 
@@ -92,7 +91,8 @@ class StoredEmbedding(nn.Embedding):
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
         """[R, C]"""
-        return StoredWeight.of(self)
+        shape = self.num_embeddings, self.embedding_dim
+        return StoredWeight.of(shape, self.dtype, self.rows.whole)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """Raise RuntimeError for a weight that somebody sets."""
@@ -128,16 +128,17 @@ class _Zeros:
 
 
 class StoredWeight(Tensor):
-    """The weight of a stored embedding. Its values are read when somebody computes with them."""
+    """A weight that stays as it is stored. Its values are read when somebody computes with them."""
 
-    _embedding: StoredEmbedding
+    _whole: Callable[[torch.dtype], Tensor]
 
     @staticmethod
-    def of(embedding: StoredEmbedding) -> StoredWeight:
-        shape = embedding.num_embeddings, embedding.embedding_dim
-        values = torch.empty(1, dtype=embedding.dtype, device="cpu").expand(shape)
-        weight = values.as_subclass(StoredWeight)
-        weight._embedding = embedding
+    def of(
+        shape: tuple[int, ...], dtype: torch.dtype, whole: Callable[[torch.dtype], Tensor]
+    ) -> StoredWeight:
+        """`whole` gives the values."""
+        weight = torch.empty(1, dtype=dtype, device="cpu").expand(shape).as_subclass(StoredWeight)
+        weight._whole = whole
         return weight
 
     @classmethod
@@ -168,5 +169,5 @@ def row_bytes_by_type(model: nn.Module) -> dict[str, int]:
 
 def _values(value: Any) -> Any:
     if isinstance(value, StoredWeight):
-        return value._embedding.rows.whole(value._embedding.dtype)
+        return value._whole(value.dtype)
     return value

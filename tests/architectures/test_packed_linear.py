@@ -1,0 +1,68 @@
+"""The weight of a layer that stays packed can be computed with, and a change of it is an error: it
+would be lost without a word, as an adapter that is merged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from moe_infinity.architectures.model_parts import PackedLinear, ReorderedLinear
+
+WEIGHT = torch.arange(12.0).view(3, 4)
+COLUMNS = torch.tensor([2, 0, 3, 1])
+
+
+class Packed:
+    num_unpacked = 0
+
+    def unpacked(self, dtype: torch.dtype) -> Tensor:
+        self.num_unpacked += 1
+        return WEIGHT.to(dtype)
+
+
+def layer_of(packed: Any, kind: str) -> Any:
+    linear = PackedLinear(nn.Linear(4, 3), packed, torch.float32)
+    return linear if kind == "packed" else ReorderedLinear(linear, COLUMNS)
+
+
+@pytest.mark.parametrize("kind", ["packed", "reordered"])
+def test_its_weight_is_what_the_layer_multiplies_with(kind):
+    packed = Packed()
+    layer = layer_of(packed, kind)
+    weight = layer.weight
+    assert (weight.shape, weight.dtype, weight.device.type) == ((3, 4), torch.float32, "cpu")
+    assert packed.num_unpacked == 0  # no number was asked for
+    expected = WEIGHT if kind == "packed" else WEIGHT[:, COLUMNS]
+    assert torch.equal(weight + 0, expected)
+    assert torch.equal(weight.data.clone(), expected)
+    assert type(weight.clone()) is Tensor
+    x = torch.randn(2, 4)
+    with torch.no_grad():
+        assert torch.allclose(layer(x), nn.functional.linear(x, weight, layer.bias))
+    assert layer.half().weight.dtype == torch.float16
+
+
+@pytest.mark.parametrize("kind", ["packed", "reordered"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda weight: weight.add_(1),
+        lambda weight: weight.data.mul_(2),
+        lambda weight: weight.detach().copy_(WEIGHT),
+        lambda weight: weight.__setitem__(0, 1.0),
+        lambda weight: torch.add(weight, 1, out=weight),
+        lambda weight: weight.__iadd__(1),
+        lambda weight: nn.init.zeros_(weight),
+    ],
+)
+def test_a_change_is_an_error(kind: str, change: Callable[[Tensor], Any]):
+    layer = layer_of(Packed(), kind)
+    with torch.no_grad(), pytest.raises(RuntimeError, match="cannot be changed"):
+        change(layer.weight)
+    with pytest.raises((AttributeError, KeyError)):
+        layer.weight = nn.Parameter(torch.zeros(3, 4))
