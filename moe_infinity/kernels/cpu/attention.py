@@ -65,7 +65,7 @@ def attend_grouped(
 ) -> Tensor | None:
     """Attend: [B, H, T, d], [B, G, N, d], [B, G, N, dv] -> [B, T, H, dv]. One query is computed by
     `attend`; several with a mask by torch, which gets a block of them at a time, as it makes
-    numbers of the mask, and each group as a sequence, whose keys all its heads share. Where that was
+    numbers of the mask, and each group as a sequence, whose keys all its heads share. Where it was
     tried, bits are those of all at once with a copy of the keys for each head. None: for neither.
     """
     num_seqs, num_heads, num_queries, _ = query.shape

@@ -48,7 +48,7 @@ def of_numbers(num_queries: int, num_keys: int) -> Tensor:
 
 def of_all_queries(num_queries: int, num_keys: int) -> Tensor:
     """Padding at the end of what each query may see."""
-    return torch.arange(num_keys)[None, None, None] < num_keys - KEYS - 7
+    return torch.arange(num_keys)[None, None, None] < max(num_keys - KEYS - 7, 1)
 
 
 MASKS = (causal, windowed, padded, by_head, of_numbers, of_all_queries)
