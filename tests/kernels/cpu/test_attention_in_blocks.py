@@ -80,7 +80,7 @@ def test_blocks_give_what_the_whole_gives(shape, mask_of, dtype):
     assert found.is_contiguous()
     difference = (found - whole.transpose(1, 2)).abs().max()
     assert difference <= EPS[dtype] * whole.abs().max()
-    wrong = attend_grouped(query, key.roll(1, 2), value, mask, SCALE)
+    wrong = attend_grouped(query, key, value.roll(1, 2), mask, SCALE)
     assert wrong is not None
     assert (wrong - whole.transpose(1, 2)).abs().max() > 4 * EPS[dtype] * whole.abs().max()
 
