@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from functools import cache
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -64,46 +65,41 @@ def attend_grouped(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float
 ) -> Tensor | None:
     """Attend: [B, H, T, d], [B, G, N, d], [B, G, N, dv] -> [B, T, H, dv]. One query is computed by
-    `attend`; several with a mask by torch, which gets a block of them at a time, as it makes
-    numbers of the mask, and each group as a sequence, whose keys all its heads share. Where it was
-    tried, bits are those of all at once with a copy of the keys for each head. None: for neither.
+    `attend`. Several with a mask are computed by torch, a block of one sequence at a time, because
+    torch makes numbers of the whole mask that it gets. Groups of heads are sequences to it, whose
+    keys all heads share; transformers copies them for each head. On machines that were tried the
+    bits are the same. None: for neither.
     """
     num_seqs, num_heads, num_queries, _ = query.shape
     if num_queries == 1:
         out = attend(query, key, value, mask, scale)
         return None if out is None else out[:, None]
-    if mask is None or mask.shape[-1] != key.shape[2] or query.device.type != "cpu":
+    if mask is None or mask.dim() != 4 or mask.shape[-1] != key.shape[2]:
+        return None
+    if query.device.type != "cpu":
         return None
     out = query.new_empty(num_seqs, num_queries, num_heads, value.shape[3])
-    num_groups = key.shape[1]
-    in_group = num_heads // num_groups
-    queries = query.reshape(num_seqs * num_groups, in_group, num_queries, -1)
-    keys = key.flatten(0, 1)[:, None].expand(-1, in_group, -1, -1)
-    values = as_wide_as(key, value).flatten(0, 1)[:, None].expand(-1, in_group, -1, -1)
-    for start in range(0, num_queries, QUERIES):
-        end = start + QUERIES
-        of_block = mask if mask.shape[-2] == 1 else mask[..., start:end, :]
+    value = as_wide_as(key, value)
+    by_group = (key.shape[1], num_heads // key.shape[1])
+    for seq, start in product(range(num_seqs), range(0, num_queries, QUERIES)):
+        of_seq = mask[seq % len(mask)]
+        of_block = of_seq if of_seq.shape[1] == 1 else of_seq[:, start : start + QUERIES]
+        of_block = of_block.unflatten(0, by_group) if len(of_block) > 1 else of_block[None]
         n = num_seen(of_block)
         seen = functional.scaled_dot_product_attention(
-            queries[:, :, start:end], keys[:, :, :n], values[:, :, :n],
-            by_group(of_block[..., :n], num_groups), scale=scale,
+            query[seq, :, start : start + QUERIES].unflatten(0, by_group),
+            key[seq, :, None, :n].expand(-1, by_group[1], -1, -1),
+            value[seq, :, None, :n].expand(-1, by_group[1], -1, -1),
+            of_block[..., :n], scale=scale,
         )  # fmt: skip
-        seen = seen.reshape(num_seqs, num_heads, -1, seen.shape[3])
-        out[:, start:end] = seen[..., : out.shape[3]].transpose(1, 2)
+        seen = seen.flatten(0, 1)[..., : out.shape[3]]
+        out[seq, start : start + QUERIES] = seen.transpose(0, 1)
     return out
 
 
-def by_group(mask: Tensor, num_groups: int) -> Tensor:
-    """A mask for sequences, [1 or B, 1 or H, ...], as one for their groups, [1 or B G, ...]."""
-    num_seqs, num_heads, *shape = mask.shape
-    if num_heads > 1:
-        return mask.reshape(num_seqs * num_groups, num_heads // num_groups, *shape)
-    return mask if num_seqs == 1 else mask.repeat_interleave(num_groups, 0)
-
-
 def as_wide_as(key: Tensor, value: Tensor) -> Tensor:
-    """Values with zeros added, where keys are wider. Without these torch holds the scores of all
-    queries, 11 bytes each, and takes 3 times as long.
+    """Values with zeros added, where keys are wider. Otherwise torch keeps a score for each query,
+    key and head, which takes 11 bytes in bfloat16, and needs 3 times as long.
     """
     missing = key.shape[-1] - value.shape[-1]
     is_for_cpu = value.device.type == "cpu"

@@ -89,19 +89,21 @@ def test_torch_never_gets_the_whole_mask_nor_keys_that_nobody_sees(monkeypatch):
     pairs = []
     attend = functional.scaled_dot_product_attention
 
-    def noted(query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def noted(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, **kwargs: Any) -> Tensor:
         pairs.append((query.shape[2], key.shape[2], key.stride(1)))
-        return attend(query, key, *args, **kwargs)
+        assert mask.shape == (1, 1, query.shape[2], key.shape[2])
+        return attend(query, key, value, mask, **kwargs)
 
     monkeypatch.setattr(functional, "scaled_dot_product_attention", noted)
     num_queries = 3 * QUERIES + 100
     num_keys = num_queries + 200
     query, key, value = inputs(num_queries, num_keys, torch.float32)
-    found = attend_grouped(query, key, value, causal(num_queries, num_keys), SCALE)
+    mask = causal(num_queries, num_keys).repeat(2, 1, 1, 1)  # of each sequence
+    found = attend_grouped(query, key, value, mask, SCALE)
     assert pairs == [
         (QUERIES, 2 * KEYS, 0), (QUERIES, 3 * KEYS, 0), (QUERIES, num_keys, 0),
         (100, num_keys, 0),
-    ]  # fmt: skip
+    ] * 2  # fmt: skip
     copies = (key.repeat_interleave(4, 1), value.repeat_interleave(4, 1))
     whole = attend(query, *copies, causal(num_queries, num_keys), scale=SCALE)
     assert found is not None
