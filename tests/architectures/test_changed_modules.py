@@ -98,14 +98,15 @@ def test_a_change_after_the_first_layer_computed_all_is_seen_in_the_next_step(tm
         assert (before - after).abs().max() > 1e-2 * before.abs().max()
 
 
+@pytest.mark.parametrize("number", [0, 1])
 @pytest.mark.parametrize("change", ["hook", "cache"])
-def test_what_a_hook_changes_is_seen_in_the_same_step(tmp_path, change):
+def test_what_a_hook_changes_is_seen_in_the_same_step(tmp_path, change, number):
     """Tools that look into models install hooks while a step runs."""
     folder = saved("Mixtral", tmp_path)
     stock = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
     installed: list[Any] = []
 
-    def change_later_layers(first: Any, args: Any, kwargs: Any, out: Any) -> None:
+    def change_later_layers(layer: Any, args: Any, kwargs: Any, out: Any) -> None:
         keys = kwargs[CACHE].layers[2].keys
         if change == "cache":
             if keys is not None:
@@ -124,7 +125,7 @@ def test_what_a_hook_changes_is_seen_in_the_same_step(tmp_path, change):
         before = steps(moe.model)
         for model in (stock, moe.model):
             layers = model.model.layers
-            hook = layers[0].register_forward_hook(change_later_layers, with_kwargs=True)
+            hook = layers[number].register_forward_hook(change_later_layers, with_kwargs=True)
             with hook, model.model.norm.register_forward_hook(undo):
                 found.append(steps(model))
         assert torch.equal(steps(moe.model), before)
