@@ -20,7 +20,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 from moe_infinity.server import limits
 from moe_infinity.server.formats import THINK, AnswerForm, CallForm
 from moe_infinity.server.refusals import BadRequest, require_within
-from moe_infinity.server.schemas import alternatives_of
+from moe_infinity.server.schemas import alternatives_of, for_grammar
 
 # Without `verbose_errors` a message has no state of the parser.
 LIMITS = LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
@@ -92,9 +92,8 @@ def json_part(schema: Any, param: str) -> GrammarPart:
     """JSON that a schema allows. Raises BadRequest for a schema that is no object."""
     if not isinstance(schema, dict):
         raise BadRequest("a JSON schema must be an object", param=param)
-    return GrammarPart(
-        {"json_schema": schema | {"x-guidance": {"whitespace_pattern": WHITESPACE}}}, param
-    )
+    options = {"x-guidance": {"whitespace_pattern": WHITESPACE}}
+    return GrammarPart({"json_schema": for_grammar(schema) | options}, param)
 
 
 class Lark:
@@ -241,9 +240,10 @@ def tools_of(tools: Sequence[dict[str, Any]], parameters: str) -> list[Tool]:
         assert function is not None
         schema = function.get("parameters") or {}
         param = f"tools.{idx}.{parameters}"
-        if not isinstance(schema, dict) or schema.get("type", "object") != "object":
+        if not isinstance(schema, dict) or (schema.get("type") or "object") != "object":
             raise BadRequest("this must be the JSON schema of an object", param=param)
-        found.append(Tool(name, {"type": "object"} | schema, param))
+        given = {key: value for key, value in schema.items() if value is not None}
+        found.append(Tool(name, {"type": "object"} | given, param))
     return found
 
 

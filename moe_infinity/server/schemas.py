@@ -1,4 +1,4 @@
-"""The alternatives and types that a JSON schema has for a value as a whole."""
+"""JSON schemas: the alternatives and types of a value as a whole, and the form for grammars."""
 
 from __future__ import annotations
 
@@ -11,6 +11,12 @@ TYPES = {
     str: "string", bool: "boolean", int: "integer", float: "number", dict: "object",
     list: "array", type(None): "null",
 }  # fmt: skip
+# Formats that grammars have. Any other says nothing about a value to who does not know it.
+FORMATS = (
+    "date-time", "date", "time", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid",
+)  # fmt: skip
+NAMED = ("properties", "patternProperties", "$defs", "definitions")  # schemas by any name
+VALUES = ("const", "enum", "default", "example", "examples")  # no schemas
 
 
 def alternatives_of(schema: Any, root: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -69,6 +75,39 @@ def with_plain_types(tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         }
         plain.append({"function": {"name": function["name"], "parameters": {"properties": known}}})
     return plain
+
+
+def for_grammar(schema: Any) -> Any:
+    """Return a schema as grammars take it: without formats that they have not, without keywords
+    that are null, and with a `discriminator` that each alternative needs.
+    """
+    if isinstance(schema, list):
+        return list(map(for_grammar, schema))
+    if not isinstance(schema, dict):
+        return schema
+    made: dict[str, Any] = {}
+    for key, value in schema.items():
+        if value is None and key != "const" or (key == "format" and value not in FORMATS):
+            continue
+        if key in VALUES:
+            made[key] = value
+        elif key in NAMED and isinstance(value, dict):
+            made[key] = {name: for_grammar(each) for name, each in value.items()}
+        else:
+            made[key] = for_grammar(value)
+    return _told_apart(made)
+
+
+def _told_apart(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return a schema of whose `oneOf` no value fits two. Pydantic does not require the property
+    that tells alternatives apart, because it has a default.
+    """
+    discriminator = schema.get("discriminator")
+    name = discriminator.get("propertyName") if isinstance(discriminator, dict) else None
+    options = schema.get("oneOf")
+    if not isinstance(name, str) or not isinstance(options, list):
+        return schema
+    return schema | {"oneOf": [{"allOf": [each, {"required": [name]}]} for each in options]}
 
 
 def _options(schema: Mapping[str, Any]) -> list[Any]:

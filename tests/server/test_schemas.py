@@ -1,0 +1,76 @@
+"""JSON schemas as libraries write them, in the form that grammars take."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Literal
+
+import pytest
+from llguidance import LLMatcher, LLTokenizer
+from pydantic import BaseModel, Field
+
+from moe_infinity.server.grammars import json_part, tools_of
+
+
+class Cat(BaseModel):
+    kind: Literal["cat"] = "cat"
+    lives: int = 9
+
+
+class Dog(BaseModel):
+    kind: Literal["dog"] = "dog"
+    name: str | None = None
+
+
+class Owner(BaseModel):
+    pets: list[Cat | Dog] = Field(min_length=1)
+    pet: Cat | Dog = Field(discriminator="kind")
+
+
+def takes(schema: Any, text: str) -> bool:
+    """Return whether the grammar of a schema takes a whole text. Asserts that it is a grammar."""
+    grammar = json.dumps({"grammars": [json_part(schema, "x").grammar]})
+    assert LLMatcher.validate_grammar(grammar) == ""
+    matcher = LLMatcher(LLTokenizer("byte"), grammar)
+    return bool(matcher.consume_tokens(list(text.encode())) and matcher.is_accepting())
+
+
+def test_alternatives_of_pydantic_are_told_apart():
+    schema = Owner.model_json_schema()
+    assert "oneOf" in schema["properties"]["pet"]
+    assert takes(schema, '{"pets": [{}], "pet": {"kind": "dog"}}')
+    assert takes(schema, '{"pets": [{}], "pet": {"kind": "cat", "lives": 2}}')
+    assert not takes(schema, '{"pets": [{}], "pet": {"lives": 2}}')
+
+
+@pytest.mark.parametrize("name", ["path", "password", "binary", "byte", "cuid", "regex"])
+def test_a_format_that_grammars_have_not_says_nothing(name):
+    schema = {"type": "array", "items": {"anyOf": [{"type": "string", "format": name}]}}
+    assert takes(schema, '["any"]')
+
+
+def test_a_format_that_they_have_is_kept():
+    schema = {"type": "string", "format": "date"}
+    assert takes(schema, '"2026-01-01"')
+    assert not takes(schema, '"any"')
+
+
+def test_values_and_names_are_no_keywords():
+    schema = {
+        "type": "object",
+        "properties": {"format": {"const": {"format": "path"}}, "enum": {"enum": [None]}},
+        "required": ["format", "enum"],
+        "additionalProperties": False,
+    }
+    assert takes(schema, '{"format": {"format": "path"}, "enum": null}')
+    assert not takes(schema, '{"format": {}, "enum": null}')
+
+
+def test_keywords_that_are_null_are_as_absent():
+    """So clients in Go and C# write a function without arguments."""
+    text = {"type": "string", "enum": None, "description": None}
+    schema = {"type": "object", "required": None, "properties": {"a": text}, "$defs": None}
+    assert takes(schema, '{"a": "b"}')
+    parameters = {"type": None, "properties": None, "required": None}
+    (tool,) = tools_of([{"function": {"name": "f", "parameters": parameters}}], "parameters")
+    assert tool.schema == {"type": "object"}
