@@ -321,14 +321,18 @@ class CountTokensBody(RequestBody, Cacheable):
         if self.tool_choice is not None:
             fields["tool_choice"] = self.tool_choice.for_chat()
             fields["parallel_tool_calls"] = not self.tool_choice.disable_parallel_tool_use
-        config = self.output_config or OutputConfig()
-        if structure := config.format or self.output_format:
-            fields["response_format"] = structure.for_chat()
+        if self._form is not None:
+            fields["response_format"] = self._form.for_chat()
         effort = None if self.thinking is None else self.thinking.effort()
         fields["reasoning_effort"] = effort if effort == "none" else self._effort or effort
         fields["thinking"] = self.thinking
         fields["reasoning_budget_tokens"] = self.reasoning_budget_tokens
         return fields
+
+    @property
+    def _form(self) -> SchemaFormat | None:
+        config = self.output_config or OutputConfig()
+        return config.format or self.output_format
 
     @property
     def _functions(self) -> list[ClientTool]:
@@ -353,6 +357,8 @@ class MessagesBody(CountTokensBody, SampledBody):
             raise BadRequest(message, param="compaction")
         if self.stop_sequences and self.stop not in (None, self.stop_sequences):
             raise BadRequest("this and stop_sequences say different things", param="stop")
+        if self.response_format is not None and self._form is not None:
+            raise BadRequest("give either this or output_config.format", param="response_format")
         return super().for_chat()
 
     def _chat_fields(self) -> dict[str, Any]:

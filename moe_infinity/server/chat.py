@@ -128,32 +128,6 @@ class Message(Body):
         return "".join(text for each in texts for text in each)
 
 
-class TextFormat(Body):
-    type: Literal["text"]
-
-
-class JsonObjectFormat(Body):
-    type: Literal["json_object"]
-    schema_: dict[str, Any] | None = Field(None, alias="schema")  # as in llama.cpp
-
-
-class JsonSchema(Body):
-    name: str | None = None  # without effect, as is the description
-    description: str | None = None
-    schema_: dict[str, Any] | None = Field(None, alias="schema")
-    strict: bool | None = None  # without effect: answers fit the schema in any case
-
-
-class JsonSchemaFormat(Body):
-    type: Literal["json_schema"]
-    json_schema: JsonSchema
-
-
-class GrammarFormat(Body):
-    type: Literal["grammar"]
-    grammar: str
-
-
 class ChatBody(ReasoningFields, GenerationBody):
     messages: Annotated[Items[Message], Field(min_length=1)]
     max_completion_tokens: int | None = Field(None, ge=1)
@@ -171,19 +145,12 @@ class ChatBody(ReasoningFields, GenerationBody):
     # In vLLM's words. An assistant's message at the end is continued unless one of them says no.
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    response_format: Annotated[
-        TextFormat | JsonObjectFormat | JsonSchemaFormat | GrammarFormat | None,
-        Field(discriminator="type"),
-    ] = None
     modalities: Items[Literal["text"]] | None = None
 
     @model_validator(mode="after")
     def _fields_agree(self) -> ChatBody:
         if self.top_logprobs and not self.logprobs:
             raise BadRequest("this needs logprobs=true", param="top_logprobs")
-        has_format = self.response_format is not None and self.response_format.type != "text"
-        if has_format and self.structured_outputs is not None:
-            raise BadRequest("give either this or response_format", param="structured_outputs")
         if self.add_generation_prompt and self.continue_final_message:
             message = "give either this or add_generation_prompt"
             raise BadRequest(message, param="continue_final_message")
@@ -239,19 +206,7 @@ class ChatBody(ReasoningFields, GenerationBody):
 
     @property
     def structure(self) -> Structure | None:
-        if self.must_call:  # then there is no text
-            return None
-        wanted = self.response_format
-        if isinstance(wanted, JsonSchemaFormat) and wanted.json_schema.schema_ is not None:
-            schema = wanted.json_schema.schema_
-            return Structure("json", schema, "response_format.json_schema.schema")
-        if isinstance(wanted, JsonObjectFormat) and wanted.schema_ is not None:
-            return Structure("json", wanted.schema_, "response_format.schema")
-        if isinstance(wanted, JsonObjectFormat | JsonSchemaFormat):
-            return Structure("json", {"type": "object"}, "response_format")
-        if isinstance(wanted, GrammarFormat):
-            return Structure("grammar", wanted.grammar, "response_format.grammar")
-        return super().structure
+        return None if self.must_call else super().structure  # a call is no text
 
     @property
     def num_logprobs(self) -> int | None:

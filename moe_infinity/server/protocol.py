@@ -58,52 +58,6 @@ class StreamOptions(Body):
     continuous_usage_stats: bool = False  # with each chunk, and not only the last
 
 
-class SampledBody(RequestBody):
-    """The fields that all kinds of generation share."""
-
-    temperature: float | None = Field(None, ge=0, le=2)
-    top_p: float | None = Field(None, ge=0, le=1)  # 0: the likeliest token
-    top_k: int | None = Field(None, ge=-1)  # 0 or -1: all
-    min_p: float | None = Field(None, ge=0, le=1)
-    repetition_penalty: float | None = Field(None, gt=0)
-    # Samplers of transformers. Those that it has not are in `fields`.
-    typical_p: float | None = Field(None, gt=0, le=1)
-    epsilon_cutoff: float | None = Field(None, ge=0, lt=1)
-    eta_cutoff: float | None = Field(None, ge=0, lt=1)
-    no_repeat_ngram_size: int | None = Field(None, ge=0)
-    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
-    do_sample: bool | None = None  # false: temperature 0, as for transformers
-    frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    presence_penalty: float | None = Field(None, ge=-2, le=2)
-    logit_bias: Biases | None = None
-    stop: Stop | Items[Stop] | None = None
-    stop_token_ids: Items[TokenId] | None = None
-    ignore_eos: bool | None = None
-    min_tokens: int | None = Field(None, ge=0)
-    stream: bool | None = None
-    # Without effect: for the client's own use, and about a server that serves many.
-    user: Any = None
-    service_tier: Any = None
-    store: Any = None
-
-    @field_validator("seed", mode="before")
-    @classmethod
-    def _none_is_random(cls, value: Any) -> Any:
-        """Most servers take -1 for a random seed, and their clients send it."""
-        return None if value == -1 else value
-
-    @model_validator(mode="after")
-    def _may_be_greedy(self) -> SampledBody:
-        if self.do_sample is False:
-            self.temperature = 0
-        return self
-
-    def sampling_fields(self) -> dict[str, Any]:
-        """Those of them that shape an answer, as a chat request has them."""
-        others = {*RequestBody.model_fields, "user", "service_tier", "store", "do_sample"}
-        return self.model_dump(include=SampledBody.model_fields.keys() - others, exclude_none=True)
-
-
 class StructuredOutputs(Body):
     """The structure that the text of an answer must have, in vLLM's words."""
 
@@ -152,14 +106,74 @@ STRUCTURES = {
 }
 
 
-class GenerationBody(SampledBody):
-    """The fields that completions and chat completions share."""
+class TextFormat(Body):
+    type: Literal["text"]
 
-    max_tokens: int | None = Field(None, ge=1)
-    n: int | None = Field(None, ge=1, le=CHOICES.most)
-    stream_options: StreamOptions | None = None
+
+class JsonObjectFormat(Body):
+    type: Literal["json_object"]
+    schema_: dict[str, Any] | None = Field(None, alias="schema")  # as in llama.cpp
+
+
+class JsonSchema(Body):
+    name: str | None = None  # without effect, as is the description
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = None  # without effect: answers fit the schema in any case
+
+
+class JsonSchemaFormat(Body):
+    type: Literal["json_schema"]
+    json_schema: JsonSchema
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_flat_form(cls, fields: Any) -> Any:
+        """In the words of llama.cpp and of the Responses API the schema has no object around it."""
+        if not isinstance(fields, dict) or "json_schema" in fields or "schema" not in fields:
+            return fields
+        return {"type": fields["type"], "json_schema": {"schema": fields["schema"]}}
+
+
+class GrammarFormat(Body):
+    type: Literal["grammar"]
+    grammar: str
+
+
+ResponseFormat = Annotated[
+    TextFormat | JsonObjectFormat | JsonSchemaFormat | GrammarFormat, Field(discriminator="type")
+]
+
+
+class SampledBody(RequestBody):
+    """The fields that all kinds of generation share."""
+
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, ge=0, le=1)  # 0: the likeliest token
+    top_k: int | None = Field(None, ge=-1)  # 0 or -1: all
+    min_p: float | None = Field(None, ge=0, le=1)
+    repetition_penalty: float | None = Field(None, gt=0)
+    # Samplers of transformers. Those that it has not are in `fields`.
+    typical_p: float | None = Field(None, gt=0, le=1)
+    epsilon_cutoff: float | None = Field(None, ge=0, lt=1)
+    eta_cutoff: float | None = Field(None, ge=0, lt=1)
+    no_repeat_ngram_size: int | None = Field(None, ge=0)
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    do_sample: bool | None = None  # false: temperature 0, as for transformers
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    logit_bias: Biases | None = None
+    stop: Stop | Items[Stop] | None = None
+    stop_token_ids: Items[TokenId] | None = None
+    ignore_eos: bool | None = None
+    min_tokens: int | None = Field(None, ge=0)
     structured_outputs: StructuredOutputs | None = None
-    return_progress: bool | None = None  # a field of llama.cpp: chunks for how far a prompt is
+    response_format: ResponseFormat | None = None
+    stream: bool | None = None
+    # Without effect: for the client's own use, and about a server that serves many.
+    user: Any = None
+    service_tier: Any = None
+    store: Any = None
 
     @model_validator(mode="before")
     @classmethod
@@ -183,6 +197,40 @@ class GenerationBody(SampledBody):
             raise BadRequest(message, param=list(other)[-1])
         return rest | {"structured_outputs": wanted[0]}
 
+    @field_validator("seed", mode="before")
+    @classmethod
+    def _none_is_random(cls, value: Any) -> Any:
+        """Most servers take -1 for a random seed, and their clients send it."""
+        return None if value == -1 else value
+
+    @model_validator(mode="after")
+    def _may_be_greedy(self) -> SampledBody:
+        if self.do_sample is False:
+            self.temperature = 0
+        return self
+
+    def sampling_fields(self) -> dict[str, Any]:
+        """Those of them that shape an answer, as a chat request has them."""
+        others = {*RequestBody.model_fields, "user", "service_tier", "store", "do_sample"}
+        names = SampledBody.model_fields.keys() - others
+        return self.model_dump(include=names, exclude_none=True, by_alias=True)
+
+
+class GenerationBody(SampledBody):
+    """The fields that completions and chat completions share."""
+
+    max_tokens: int | None = Field(None, ge=1)
+    n: int | None = Field(None, ge=1, le=CHOICES.most)
+    stream_options: StreamOptions | None = None
+    return_progress: bool | None = None  # a field of llama.cpp: chunks for how far a prompt is
+
+    @model_validator(mode="after")
+    def _has_one_structure(self) -> GenerationBody:
+        has_format = self.response_format is not None and self.response_format.type != "text"
+        if has_format and self.structured_outputs is not None:
+            raise BadRequest("give either this or response_format", param="structured_outputs")
+        return self
+
     @field_validator("max_tokens", mode="before")
     @classmethod
     def _negative_is_any_number(cls, value: Any) -> Any:
@@ -197,6 +245,16 @@ class GenerationBody(SampledBody):
     @property
     def structure(self) -> Structure | None:
         """The structure that the text of the answer must have."""
+        wanted = self.response_format
+        if isinstance(wanted, JsonSchemaFormat) and wanted.json_schema.schema_ is not None:
+            schema = wanted.json_schema.schema_
+            return Structure("json", schema, "response_format.json_schema.schema")
+        if isinstance(wanted, JsonObjectFormat) and wanted.schema_ is not None:
+            return Structure("json", wanted.schema_, "response_format.schema")
+        if isinstance(wanted, JsonObjectFormat | JsonSchemaFormat):
+            return Structure("json", {"type": "object"}, "response_format")
+        if isinstance(wanted, GrammarFormat):
+            return Structure("grammar", wanted.grammar, "response_format.grammar")
         return None if self.structured_outputs is None else self.structured_outputs.structure
 
     @property

@@ -8,21 +8,19 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
-from moe_infinity.server.chat import (
-    ChatBody,
-    GrammarFormat,
-    JsonObjectFormat,
-    JsonSchema,
-    Message,
-    TextFormat,
-    require_readable,
-)
+from moe_infinity.server.chat import ChatBody, Message, require_readable
 from moe_infinity.server.efforts import BudgetTokens, StatedEffort
 from moe_infinity.server.fields import Body, Items, ToolOfType, refused_field, short
 from moe_infinity.server.functions import AllowedTools, of_known_type
 from moe_infinity.server.limits import LOGPROBS, MESSAGES, METADATA
 from moe_infinity.server.parts import Part
-from moe_infinity.server.protocol import SampledBody
+from moe_infinity.server.protocol import (
+    GrammarFormat,
+    JsonObjectFormat,
+    JsonSchema,
+    SampledBody,
+    TextFormat,
+)
 from moe_infinity.server.refusals import BadRequest
 
 # What this API calls fields of a chat request.
@@ -326,13 +324,21 @@ class ResponsesBody(SampledBody):
             "top_logprobs": self.top_logprobs if has_logprobs else None,
             "tools": [tool.for_chat(namespace) for namespace, tool in self._functions] or None,
             "tool_choice": choice.for_chat() if isinstance(choice, Body) else choice,
-            "response_format": None if self.text is None else self.text.for_chat(),
+            "response_format": self._response_format,
             "parallel_tool_calls": self.parallel_tool_calls,
             "reasoning": self.reasoning,
             "reasoning_budget_tokens": self.reasoning_budget_tokens,
             "add_generation_prompt": True,  # an answer at the end is complete
         }
         return ChatBody.model_validate(self.sampling_fields() | chat)
+
+    @property
+    def _response_format(self) -> Any:
+        """The form of the text. Raises BadRequest where chat's word for it says another."""
+        form = None if self.text is None else self.text.for_chat()
+        if form is not None and self.response_format is not None:
+            raise BadRequest("give either this or text.format", param="response_format")
+        return form or self.response_format
 
     @property
     def _functions(self) -> list[tuple[str | None, ResponseTool]]:
