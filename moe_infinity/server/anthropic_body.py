@@ -17,12 +17,11 @@ from moe_infinity.server.anthropic_tools import (
     offered_at_the_end,
 )
 from moe_infinity.server.chat import ChatBody, Message
-from moe_infinity.server.efforts import BudgetTokens, Effort, Thinking
+from moe_infinity.server.efforts import Effort, ReasoningFields
 from moe_infinity.server.fields import (
     KEEPS_EMPTY,
     Body,
     Items,
-    RequestBody,
     refused_field,
     short,
 )
@@ -261,15 +260,13 @@ class ChatOfMessages(ChatBody):
     max_tokens: int | None = Field(None, ge=0)
 
 
-class CountTokensBody(RequestBody, Cacheable):
+class CountTokensBody(ReasoningFields, Cacheable):
     """The body of /v1/messages/count_tokens: what makes a prompt."""
 
     messages: Annotated[Items[ConversationTurn], Field(min_length=1)]
     system: Items[TextBlock] | str | None = None
     tools: Items[ClientTool] | None = None
     tool_choice: Annotated[ToolChoice | NamedToolChoice, Field(discriminator="type")] | None = None
-    thinking: Thinking | None = None
-    reasoning_budget_tokens: BudgetTokens | None = None
     output_config: OutputConfig | None = None
     output_format: SchemaFormat | None = None  # what output_config.format was before
 
@@ -302,7 +299,7 @@ class CountTokensBody(RequestBody, Cacheable):
         return max(asked, default=-1)
 
     @property
-    def _effort(self) -> Effort | None:
+    def _effort_of_turn(self) -> Effort | None:
         """The effort of this turn, or else of the request."""
         of_turn = [turn.output_config for turn in self.messages[self._last_asked + 1 :]]
         said = [each.effort for each in (self.output_config, *of_turn) if each and each.effort]
@@ -324,10 +321,8 @@ class CountTokensBody(RequestBody, Cacheable):
         if self._form is not None:
             fields["response_format"] = self._form.for_chat()
         effort = None if self.thinking is None else self.thinking.effort()
-        fields["reasoning_effort"] = effort if effort == "none" else self._effort or effort
-        fields["thinking"] = self.thinking
-        fields["reasoning_budget_tokens"] = self.reasoning_budget_tokens
-        return fields
+        effort = effort if effort == "none" else self._effort_of_turn or effort
+        return fields | {"reasoning_effort": effort} | self.reasoning_fields()
 
     @property
     def _form(self) -> SchemaFormat | None:

@@ -8,13 +8,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AliasChoices, Field, model_validator
 
-from moe_infinity.server.efforts import ReasoningFields, TemplateVariables
+from moe_infinity.server.efforts import ReasoningFields
 from moe_infinity.server.field_tables import ONLY_TEXT
 from moe_infinity.server.fields import (
     KEEPS_EMPTY,
     Body,
     Items,
-    RequestBody,
     refused_field,
 )
 from moe_infinity.server.functions import (
@@ -257,7 +256,7 @@ def require_readable(
             raise BadRequest(f"{ONLY_TEXT}, not a part of type {part.type!r}", param=param)
 
 
-class TokenizeBody(RequestBody):
+class TokenizeBody(ReasoningFields):
     """The body of /tokenize: a text, or what makes the prompt of a chat."""
 
     prompt: Annotated[str | None, KEEPS_EMPTY] = Field(
@@ -266,7 +265,6 @@ class TokenizeBody(RequestBody):
     add_special_tokens: bool | None = None
     messages: Annotated[Items[Message], Field(min_length=1)] | None = None
     tools: Items[OfferedTool] | None = None
-    chat_template_kwargs: TemplateVariables | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
 
@@ -279,7 +277,7 @@ class TokenizeBody(RequestBody):
     def for_chat(self) -> ChatBody:
         """The chat request with this prompt."""
         names = (
-            "messages", "tools", "chat_template_kwargs", "add_generation_prompt",
-            "continue_final_message",
+            "messages", "tools", "add_generation_prompt", "continue_final_message",
         )  # fmt: skip
-        return ChatBody.model_validate({name: getattr(self, name) for name in names})
+        fields = {name: getattr(self, name) for name in names}
+        return ChatBody.model_validate(fields | self.reasoning_fields())

@@ -54,7 +54,7 @@ class Thinking(Body):
 
 
 class ReasoningFields(RequestBody):
-    """The fields of a chat request for how much to reason."""
+    """The fields of a conversation for how much to reason."""
 
     reasoning_effort: Effort | None = None
     reasoning: StatedEffort | None = None
@@ -64,6 +64,12 @@ class ReasoningFields(RequestBody):
     reasoning_budget_tokens: BudgetTokens | None = None
     reasoning_budget_message: LastWords | None = None  # of a thought that its budget ends
     chat_template_kwargs: TemplateVariables | None = None
+
+    def reasoning_fields(self) -> dict[str, Any]:
+        """Those of them that are given, as a chat request has them."""
+        names = ReasoningFields.model_fields.keys() - RequestBody.model_fields.keys()
+        given = {name: getattr(self, name) for name in names}
+        return {name: value for name, value in given.items() if value is not None}
 
     @property
     def thought_budget(self) -> int | None:

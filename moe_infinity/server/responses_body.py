@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
 from moe_infinity.server.chat import ChatBody, Message, require_readable
-from moe_infinity.server.efforts import BudgetTokens, StatedEffort
+from moe_infinity.server.efforts import ReasoningFields
 from moe_infinity.server.fields import Body, Items, ToolOfType, refused_field, short
 from moe_infinity.server.functions import AllowedTools, of_known_type
 from moe_infinity.server.limits import LOGPROBS, MESSAGES, METADATA
@@ -275,7 +275,7 @@ class EventOptions(Body):
     include_obfuscation: Any = None  # without effect
 
 
-class ResponsesBody(SampledBody):
+class ResponsesBody(ReasoningFields, SampledBody):
     """The body of /v1/responses."""
 
     # The list is first: an error in a message then names the message.
@@ -295,8 +295,6 @@ class ResponsesBody(SampledBody):
         Annotated[dict[MetadataKey, MetadataValue], Field(max_length=METADATA.most)] | None
     ) = None
     parallel_tool_calls: bool | None = None
-    reasoning: StatedEffort | None = None
-    reasoning_budget_tokens: BudgetTokens | None = None
     # For the server's own use, without effect: prefixes are kept in any case.
     prompt_cache_key: Any = None
     safety_identifier: Any = None
@@ -326,11 +324,9 @@ class ResponsesBody(SampledBody):
             "tool_choice": choice.for_chat() if isinstance(choice, Body) else choice,
             "response_format": self._response_format,
             "parallel_tool_calls": self.parallel_tool_calls,
-            "reasoning": self.reasoning,
-            "reasoning_budget_tokens": self.reasoning_budget_tokens,
             "add_generation_prompt": True,  # an answer at the end is complete
         }
-        return ChatBody.model_validate(self.sampling_fields() | chat)
+        return ChatBody.model_validate(self.sampling_fields() | self.reasoning_fields() | chat)
 
     @property
     def _response_format(self) -> Any:

@@ -5,6 +5,10 @@ from __future__ import annotations
 import httpx
 import pytest
 
+from moe_infinity.server.anthropic_body import CountTokensBody, MessagesBody
+from moe_infinity.server.chat import TokenizeBody
+from moe_infinity.server.responses_body import ResponsesBody
+
 THINKS = (
     "{% for m in messages %}{{ m['content'] }} {% endfor %}"
     "{% if enable_thinking is defined and not enable_thinking %}w20 w21 {% endif %}w77"
@@ -85,3 +89,38 @@ def test_a_template_that_knows_budgets_is_told_it(server, moe, monkeypatch, name
         body = {"messages": ask, "max_tokens": 1} | fields
         answer = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60).json()
         assert answer["usage"]["prompt_tokens"] == 3
+
+
+CONVERSATION = {"messages": [{"role": "user", "content": "w5"}]}
+
+
+@pytest.mark.parametrize(
+    ("kind", "body"),
+    [
+        (ResponsesBody, {"input": "w5"}),
+        (MessagesBody, CONVERSATION | {"max_tokens": 4}),
+        (CountTokensBody, CONVERSATION),
+        (TokenizeBody, CONVERSATION),
+    ],
+)
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"reasoning_effort": "none"},
+        {"reasoning": {"effort": "none"}},
+        {"thinking": {"type": "disabled"}},
+        {"enable_thinking": False},
+        {"think": False},
+        {"chat_template_kwargs": {"enable_thinking": False}},
+    ],
+)
+def test_each_api_takes_the_words_of_all(kind, body, fields):
+    chat = kind.model_validate(body | fields).for_chat()
+    assert chat.thought_budget == 0
+    assert chat.chat_template_kwargs == fields.get("chat_template_kwargs")
+
+
+def test_anthropics_own_words_are_kept():
+    fields = {"thinking": {"type": "enabled", "budget_tokens": 9}, "max_tokens": 4}
+    chat = MessagesBody.model_validate(CONVERSATION | fields).for_chat()
+    assert (chat.reasoning_effort, chat.thought_budget) == ("medium", 9)

@@ -19,8 +19,12 @@ BODIES: dict[str, Any] = {
     "/v1/responses": {"input": ASKED, "max_output_tokens": 40},
     "/v1/messages": {"messages": ASKED, "max_tokens": 40},
 }
-SCHEMA = {"type": "object", "properties": {"ill": {"enum": ["yes"]}}, "required": ["ill"]}
-SCHEMA["additionalProperties"] = False
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {"ill": {"enum": ["yes"]}},
+    "required": ["ill"],
+    "additionalProperties": False,
+}
 FIT = '{"ill":"yes"}'
 FIELDS: list[Any] = [
     ({"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}}, FIT),
