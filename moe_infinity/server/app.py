@@ -358,10 +358,13 @@ class Api:
             if body.messages is not None:
                 ids = reader.conversation_ids(body.for_chat())
             else:
-                has_special = body.add_special_tokens is not False
-                ids = reader.text_ids(body.prompt or "", "prompt", has_special=has_special)
+                text = body.prompt or body.content or ""
+                ids = reader.text_ids(text, "prompt", has_special=body.has_special)
+            tokens: list[Any] = ids
+            if body.with_pieces:
+                tokens = [{"id": each, "piece": reader.text_of([each])} for each in ids]
             counts = {"count": len(ids), "max_model_len": reader.max_context}
-            return JSONResponse({"tokens": ids, **counts})
+            return JSONResponse({"tokens": tokens, **counts})
 
         return await self._backend.prepared(request, answered)
 

@@ -259,10 +259,10 @@ def require_readable(
 class TokenizeBody(ReasoningFields):
     """The body of /tokenize: a text, or what makes the prompt of a chat."""
 
-    prompt: Annotated[str | None, KEEPS_EMPTY] = Field(
-        None, validation_alias=AliasChoices("prompt", "content")
-    )
-    add_special_tokens: bool | None = None
+    prompt: Annotated[str | None, KEEPS_EMPTY] = None
+    content: Annotated[str | None, KEEPS_EMPTY] = None  # the same in llama.cpp's words
+    with_pieces: bool | None = None  # the text of each token beside its id, as in llama.cpp
+    add_special_tokens: bool | None = None  # left out: for `prompt`, but not for `content`
     messages: Annotated[Items[Message], Field(min_length=1)] | None = None
     tools: Items[OfferedTool] | None = None
     add_generation_prompt: bool | None = None
@@ -270,9 +270,15 @@ class TokenizeBody(ReasoningFields):
 
     @model_validator(mode="after")
     def _has_one_input(self) -> TokenizeBody:
-        if (self.prompt is None) == (self.messages is None):
+        if [self.prompt, self.content, self.messages].count(None) != 2:
             raise BadRequest("give either this or messages", param="prompt")
         return self
+
+    @property
+    def has_special(self) -> bool:
+        """True if the tokens that the tokenizer puts around a text are wanted."""
+        given = self.add_special_tokens
+        return self.content is None if given is None else given
 
     def for_chat(self) -> ChatBody:
         """The chat request with this prompt."""

@@ -60,7 +60,7 @@ class ReasoningFields(RequestBody):
     reasoning: StatedEffort | None = None
     thinking: Thinking | None = None
     enable_thinking: bool | None = None
-    think: bool | Literal["low", "medium", "high"] | None = None  # as Ollama says it
+    think: bool | Literal["low", "medium", "high", "max"] | None = None  # as Ollama says it
     reasoning_budget_tokens: BudgetTokens | None = None
     reasoning_budget_message: LastWords | None = None  # of a thought that its budget ends
     chat_template_kwargs: TemplateVariables | None = None

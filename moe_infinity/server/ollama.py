@@ -220,7 +220,10 @@ class OllamaApi:
         )
 
     async def embed(self, request: HttpRequest, body: OllamaEmbedBody) -> Response:
-        """Vectors of texts."""
+        """Vectors of texts. Who asks for none wants the model to be loaded."""
+        if not body.input:
+            self._backend.require_model(body.model)
+            return JSONResponse({"model": self._backend.name, "embeddings": []})
         answer = await self._vectors(request, body, body.input)
         vectors = [each["embedding"] for each in answer["data"]]
         num_tokens = answer["usage"]["prompt_tokens"]
@@ -228,7 +231,10 @@ class OllamaApi:
         return JSONResponse(made | {"prompt_eval_count": num_tokens})
 
     async def embeddings(self, request: HttpRequest, body: OllamaEmbedBody) -> Response:
-        """The vector of one text."""
+        """The vector of one text, or of none."""
+        if not body.prompt:
+            self._backend.require_model(body.model)
+            return JSONResponse({"embedding": []})
         answer = await self._vectors(request, body, body.prompt)
         return JSONResponse({"embedding": answer["data"][0]["embedding"]})
 

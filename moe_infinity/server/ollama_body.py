@@ -64,7 +64,7 @@ class OllamaGenerationBody(OllamaBody):
     stream: bool | None = None  # left out: yes
     format: Literal["", "json"] | dict[str, Any] | None = None
     options: dict[str, Any] | None = None
-    think: bool | Literal["low", "medium", "high"] | None = None
+    think: bool | Literal["low", "medium", "high", "max"] | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
     keep_alive: Any = None  # seconds, or a text such as "5m"
@@ -152,6 +152,8 @@ class OllamaGenerateBody(OllamaGenerationBody):
 
     def for_completion(self) -> CompletionBody:
         """Raises BadRequest and RequestValidationError."""
+        if self.system:
+            raise BadRequest("a prompt without a template has no place for it", param="system")
         fields: dict[str, Any] = self.generation_fields() | {"prompt": self.prompt}
         if self.format:
             schema = {"type": "object"} if self.format == "json" else self.format

@@ -9,6 +9,7 @@ import httpx
 import pytest
 
 from moe_infinity import __version__
+from moe_infinity.server.chat import TokenizeBody
 from tests.server.conftest import TEMPLATE
 from tests.server.serving import Serving
 
@@ -120,6 +121,22 @@ def test_the_server_says_what_llama_cpps_clients_ask(server):
     messages = [{"role": "user", "content": PROMPT}]
     assert posted(server, "/apply-template", {"messages": messages})["prompt"] == f"{PROMPT} w77"
     assert posted(server, "/detokenize", {"tokens": [5, 6]})["content"] == "w5 w6"
+
+
+def test_a_content_is_tokenized_as_llama_cpp_does_it(server):
+    assert posted(server, "/tokenize", {"content": ""})["tokens"] == []
+    pieces = posted(server, "/tokenize", {"content": "w5 w6", "with_pieces": True})["tokens"]
+    assert pieces == [{"id": 5, "piece": "w5"}, {"id": 6, "piece": "w6"}]
+
+
+def test_tokens_around_a_text_are_left_out_of_a_content_unless_they_are_asked_for():
+    for fields, expected in (
+        ({"prompt": "w5"}, True),
+        ({"content": "w5"}, False),
+        ({"content": "w5", "add_special": True}, True),
+        ({"prompt": "w5", "add_special_tokens": False}, False),
+    ):
+        assert TokenizeBody.model_validate(fields).has_special == expected
 
 
 def test_the_server_says_what_vllms_clients_ask(server):

@@ -193,6 +193,17 @@ def test_vectors_are_those_of_embeddings(server):
     assert one["embedding"] == pytest.approx(vector, abs=1e-4)
 
 
+@pytest.mark.parametrize("texts", [{}, {"input": ""}, {"input": []}, {"prompt": ""}])
+def test_who_asks_for_no_vectors_gets_none(server, texts):
+    """So clients load a model before they need it."""
+    assert posted(server, "embed", {"model": "tiny"} | texts).json()["embeddings"] == []
+    assert posted(server, "embeddings", {"model": "tiny"} | texts).json() == {"embedding": []}
+
+
+def test_the_most_thinking_is_taken(server):
+    assert posted(server, "chat", CHAT | {"think": "max", "stream": False}).status_code == 200
+
+
 @pytest.mark.parametrize(
     ("path", "body", "status", "says"),
     [
@@ -205,7 +216,9 @@ def test_vectors_are_those_of_embeddings(server):
         ("generate", {"prompt": "w5", "suffix": "w6"}, 400, "suffix"),
         ("generate", {"prompt": "w5", "context": [5]}, 400, "context"),
         ("generate", {"prompt": "w5 " * 600, "raw": True}, 400, "prompt"),
-        ("embed", {"model": "tiny"}, 400, "input"),
+        ("generate", {"prompt": "w5", "raw": True, "system": "w6"}, 400, "system"),
+        ("embed", {"model": "llama3"}, 404, "llama3"),
+        ("chat", CHAT | {"think": "loud"}, 400, "think"),
         ("pull", {"model": "llama3"}, 404, "llama3"),
         ("tags", {}, 405, "Method Not Allowed"),
     ],
