@@ -139,8 +139,11 @@ def read_json(data: bytes, kind: type[BaseModel] | None, deployment: str | None 
         value = from_json(without_lone_surrogates(data))
     except ValueError as error:
         raise BadRequest(f"the body is not JSON: {error}") from error
-    if deployment is not None and isinstance(value, dict):
-        value["model"] = deployment
+    if isinstance(value, dict):
+        # Clients without such an argument, as those in JavaScript, send it as it is.
+        more = value.get("extra_body")
+        value = more | value if isinstance(more, dict) else value
+        value |= {} if deployment is None else {"model": deployment}
     if kind is None:
         return value
     try:

@@ -22,7 +22,7 @@ SAME: tuple[tuple[str, ...], ...] = (
     ("n", "num_return_sequences", "n_cmpl"),
     ("repetition_penalty", "repeat_penalty", "rep_pen"),
     ("typical_p", "typical"),
-    ("seed", "random_seed", "sampler_seed"),
+    ("seed", "random_seed", "sampler_seed", "sampling_seed"),
     ("echo", "return_full_text"),
     ("add_special_tokens", "add_special", "add_bos_token"),
     ("continue_final_message", "continue_"),
@@ -89,6 +89,8 @@ REASONS: dict[str, tuple[str, ...]] = {
     "no answer is kept for later: use stream=true": ("background", "deferred"),
     "no prompts are stored here: send the text": ("prompt",),
     "no settings are stored here: send them": ("preset",),
+    "give them as the tools of a conversation": ("functions", "function_call", "tools"),
+    "what is asked is in another field of this route": ("messages",),
     "no model here fills in text": ("suffix", "input_suffix"),
     OWN_TEMPLATE: (
         "chat_template", "chat_template_str", "instruction_template",
@@ -135,6 +137,7 @@ REFUSED = {name: why for why, names in REASONS.items() for name in names}
 # Their values without effect, beside null, false, 0 and what is empty.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
+    "function_call": ("none", "auto"),
     "n": (1,),
     "num_return_sequences": (1,),
     "t_max_predict_ms": (-1,),

@@ -22,9 +22,12 @@ class RefusalPart(Body):
 
 
 class ThinkingPart(Body):
-    """Reasoning, in the forms of Mistral, Anthropic, LangChain and the AI SDK."""
+    """Reasoning, in the forms of Mistral, Anthropic, LangChain and the AI SDK. What another server
+    has redacted is empty.
+    """
 
-    type: Literal["thinking", "reasoning"]
+    type: Literal["thinking", "reasoning", "redacted_thinking"]
+    data: Any = None  # of what is redacted, without effect
     thinking: str | Items[TextPart] = Field(
         "", validation_alias=AliasChoices("thinking", "reasoning", "text")
     )
@@ -106,6 +109,7 @@ KINDS = {
     "refusal": "refusal",
     "thinking": "thinking",
     "reasoning": "thinking",
+    "redacted_thinking": "thinking",
     "image_url": "image",
     "input_image": "image",
     "image": "image",

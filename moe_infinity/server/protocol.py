@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
+from moe_infinity.server.field_tables import problem_of
 from moe_infinity.server.fields import KEEPS_EMPTY, Body, Items, RequestBody, whole
 from moe_infinity.server.grammars import Structure
 from moe_infinity.server.limits import CHOICES, LOGPROBS, PROMPTS, STOP_CHARACTERS
@@ -293,10 +294,18 @@ class CompletionBody(GenerationBody):
     logprobs: int | None = Field(None, ge=0, le=LOGPROBS.most)
     echo: bool | None = None
     add_special_tokens: bool | None = None
-    best_of: Literal[1] | None = None
+    best_of: int | None = Field(None, ge=0)  # of so many answers `n` would be chosen
+
+    @field_validator("logprobs", mode="before")
+    @classmethod
+    def _false_is_none(cls, value: Any) -> Any:
+        """Servers that take chats' words in completions have clients that send false."""
+        return None if value is False else value
 
     @model_validator(mode="after")
     def _something_is_to_be_answered(self) -> CompletionBody:
+        if self.best_of not in (None, 0, 1, self.n):
+            raise BadRequest(problem_of("best_of", self.best_of) or "", param="best_of")
         if self.max_tokens == 0 and not self.echo:
             raise BadRequest("0 is for echo=true", param="max_tokens")
         return self
