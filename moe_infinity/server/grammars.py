@@ -93,7 +93,7 @@ def json_part(schema: Any, param: str) -> GrammarPart:
     if not isinstance(schema, dict):
         raise BadRequest("a JSON schema must be an object", param=param)
     options = {"x-guidance": {"whitespace_pattern": WHITESPACE}}
-    return GrammarPart({"json_schema": for_grammar(schema) | options}, param)
+    return GrammarPart({"json_schema": for_grammar(schema, schema) | options}, param)
 
 
 class Lark:

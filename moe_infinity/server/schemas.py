@@ -77,37 +77,51 @@ def with_plain_types(tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return plain
 
 
-def for_grammar(schema: Any) -> Any:
+def for_grammar(schema: Any, root: Mapping[str, Any]) -> Any:
     """Return a schema as grammars take it: without formats that they have not, without keywords
-    that are null, and with a `discriminator` that each alternative needs.
+    that are null, and with a `oneOf` of which no value fits two. `root` has the definitions.
     """
     if isinstance(schema, list):
-        return list(map(for_grammar, schema))
+        return [for_grammar(each, root) for each in schema]
     if not isinstance(schema, dict):
         return schema
     made: dict[str, Any] = {}
     for key, value in schema.items():
-        if value is None and key != "const" or (key == "format" and value not in FORMATS):
+        if (value is None and key != "const") or (key == "format" and value not in FORMATS):
             continue
         if key in VALUES:
             made[key] = value
         elif key in NAMED and isinstance(value, dict):
-            made[key] = {name: for_grammar(each) for name, each in value.items()}
+            made[key] = {name: for_grammar(each, root) for name, each in value.items()}
         else:
-            made[key] = for_grammar(value)
-    return _told_apart(made)
+            made[key] = for_grammar(value, root)
+    return _told_apart(made, root)
 
 
-def _told_apart(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return a schema of whose `oneOf` no value fits two. Pydantic does not require the property
-    that tells alternatives apart, because it has a default.
+def _told_apart(schema: dict[str, Any], root: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a schema whose `oneOf` requires the property that tells its alternatives apart, which
+    Pydantic does not require, because it has a default.
     """
-    discriminator = schema.get("discriminator")
-    name = discriminator.get("propertyName") if isinstance(discriminator, dict) else None
     options = schema.get("oneOf")
-    if not isinstance(name, str) or not isinstance(options, list):
+    if not isinstance(options, list) or (name := _different(options, root)) is None:
         return schema
     return schema | {"oneOf": [{"allOf": [each, {"required": [name]}]} for each in options]}
+
+
+def _different(options: Sequence[Any], root: Mapping[str, Any]) -> str | None:
+    """Return the name of a property that is another constant string in each of these schemas."""
+    found = []
+    for option in options:
+        alternatives = alternatives_of(option, root)
+        properties = alternatives[0].get("properties") if len(alternatives) == 1 else None
+        known = properties.items() if isinstance(properties, dict) else ()
+        values = {name: each.get("const") for name, each in known if isinstance(each, dict)}
+        found.append({name: each for name, each in values.items() if isinstance(each, str)})
+    names: list[str] = list(found[0]) if found else []
+    for name in names:
+        if len({each.get(name) for each in found} - {None}) == len(options):
+            return name
+    return None
 
 
 def _options(schema: Mapping[str, Any]) -> list[Any]:
