@@ -199,6 +199,7 @@ class DecoderLayer:
             and index is not None
             and index < len(cache.layers)
             and all(kwargs[name] is None or kwargs[name] is False for name in kwargs.keys() - KNOWN)
+            and (self.angles is None or kwargs.get("position_embeddings") is not None)
         )
         if not is_for_kernel:
             return None

@@ -186,6 +186,33 @@ def test_threads_that_come_late_do_no_harm(tmp_path, runs):
     assert runs == [6] * 55 * 6
 
 
+def test_a_layer_that_gets_no_angles_runs_its_own_code(tmp_path, monkeypatch):
+    """Lara-Mini's model gives them to the layers of one kind only."""
+    attention = transformers.models.olmoe.modeling_olmoe.OlmoeAttention
+    attend = attention.forward
+    still = torch.ones(1, 1, 16), torch.zeros(1, 1, 16)
+
+    def tolerant(self: nn.Module, hidden_states: Tensor, position_embeddings: Any, **more: Any):
+        return attend(self, hidden_states, position_embeddings or still, **more)
+
+    monkeypatch.setattr(attention, "forward", tolerant)
+    folder = saved("Olmoe", tmp_path)
+    stock = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+    x = torch.randn(1, 6, 64)
+
+    def last(model: Any) -> Tensor:
+        cache = DynamicCache(config=model.config)
+        given = {CACHE: cache, "attention_mask": None, "position_embeddings": None}
+        layer = model.model.layers[0]
+        with torch.no_grad():
+            layer(x[:, :5], **given)
+            return layer(x[:, 5:], **given)
+
+    with MoE(folder, host_memory="50%") as moe:
+        assert "kernel" in str(moe.report())
+        torch.testing.assert_close(last(moe.model), last(stock), rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("has_history", [False, True])
 def test_nothing_is_predicted_once_all_experts_are_in_memory(tmp_path, has_history):
     history = tmp_path / "history" if has_history else None

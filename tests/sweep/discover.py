@@ -71,6 +71,8 @@ def modelling_files() -> dict[str, list[str]]:
         config_class = CONFIG_MAPPING[model_type]
         if names_routed_experts(config_class):
             folder = config_class.__module__.split(".")[-2]
+            if not (models / folder / f"modeling_{folder}.py").exists():
+                continue  # the classes are those of another folder
             found.setdefault(folder, []).append(model_type)
     return {folder: sorted(found[folder]) for folder in sorted(found)}
 

@@ -85,6 +85,15 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         }
     },
     "GraniteMoeHybridForCausalLM": {"layer_types": ATTENTION_TYPES},
+    "HYV4VLForConditionalGeneration": {
+        "text_config": {
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 10000.0,
+                "mrope_section": [1, 1, 2],
+            },
+        }
+    },
     "InklingForCausalLM": INKLING_TEXT,
     "InklingForConditionalGeneration": {"text_config": INKLING_TEXT},
     "JambaForCausalLM": {"attn_layer_period": 2, "attn_layer_offset": 1},

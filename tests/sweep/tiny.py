@@ -24,7 +24,9 @@ PROMPT = torch.arange(3, 3 + 22).view(2, 11) * 5 % VOCAB_SIZE  # two sequences
 
 # By name, whatever the architecture. Where a config does not have the name, nothing happens.
 SIZES: dict[str, Any] = {
-    **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), VOCAB_SIZE),
+    **dict.fromkeys(
+        ("vocab_size", "vocab_size_per_layer_input", "unpadded_vocab_size"), VOCAB_SIZE
+    ),
     **dict.fromkeys(("hidden_size", "d_model", "out_hidden_size", "text_hidden_size"), WIDTH),
     **dict.fromkeys(("output_dim", "router_hidden_size", "thinker_hidden_size"), WIDTH),
     **dict.fromkeys(("intermediate_size", "dense_intermediate_size", "intermediate_size_mlp"), 96),
