@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 
 import pytest
 from tokenizers import (
@@ -109,6 +110,16 @@ def test_numbers_are_cut_as_the_name_says(pre, number, qwen):
     backend = tokenizer_of(gguf_of(qwen | {"tokenizer.ggml.pre": pre})).backend_tokenizer
     found = backend.pre_tokenizer.pre_tokenize_str("1234567")
     assert " ".join(word for word, _ in found) == number
+
+
+@pytest.mark.parametrize("pre", ["afmoe", "superbpe", "tiny_aya"])
+def test_groups_counted_from_the_right_take_no_longer_for_each_digit_of_a_long_number(pre, qwen):
+    """The pattern of their tokenizer.json looks to the end of the number for each group."""
+    backend = tokenizer_of(gguf_of(qwen | {"tokenizer.ggml.pre": pre})).backend_tokenizer
+    start = time.process_time()
+    found = backend.pre_tokenizer.pre_tokenize_str("1" * 100_000)
+    assert time.process_time() - start < 5  # of 0.4 s, else 15 s
+    assert [len(word) for word, _ in found] == [1, *[3] * 33_333]
 
 
 def test_an_unknown_way_of_splitting_is_refused(qwen):
