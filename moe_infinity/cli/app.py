@@ -6,8 +6,10 @@ usage, 130 Ctrl-C.
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
+import os
 import signal
 import sys
 from collections.abc import Iterable, Iterator, Mapping
@@ -60,6 +62,7 @@ if TYPE_CHECKING:
     from moe_infinity.streaming import TextStream
 
 
+NOT_WRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EBADF)  # of stdout, where click prints help
 NO_THREAD = "can't start new thread"  # what Python says where there is no memory for its stack
 
 
@@ -114,9 +117,10 @@ def run_app(app: typer.Typer) -> None:
     except OSError as error:
         from moe_infinity.system.machine import NotTold  # and psutil
 
-        if not isinstance(error, NotTold):
+        if not isinstance(error, NotTold) and error.errno not in NOT_WRITTEN:
             raise
-        stderr.print(f"[bold red]error:[/bold red] {shown(error)}", soft_wrap=True)
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115, Python flushes stdout at its end
+        stderr.print(f"[bold red]error:[/bold red] {shown(error.strerror or error)}", soft_wrap=True)
         sys.exit(1)
     except (MemoryError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and str(error) != NO_THREAD:

@@ -107,9 +107,11 @@ class PrintableRecord(logging.LogRecord):
 
 
 def prepare_streams() -> None:
-    """Let stdout and stderr show "?" for what their encoding lacks. Raises OutputError if stdout is
-    closed.
+    """Let stdout and stderr show "?" for what their encoding lacks, and a closed stdin be empty.
+    Raises OutputError if stdout is closed.
     """
+    if sys.stdin is None:
+        sys.stdin = open(os.devnull)  # noqa: SIM115, as open as the process
     if sys.stdout is None:
         raise OutputError("stdout is closed")
     for stream in (sys.stdout, sys.stderr):
