@@ -21,7 +21,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol
 import typer
 from typer.core import TyperCommand
 
-from moe_infinity.cli.models import config_of, ensure_here, open_model, pull, show_preload
+from moe_infinity.cli.models import (
+    config_of,
+    ensure_here,
+    open_model,
+    pieces_of,
+    pull,
+    show_preload,
+)
 from moe_infinity.cli.options import (
     MODEL_HELP,
     AsJson,
@@ -120,7 +127,9 @@ def run_app(app: typer.Typer) -> None:
         if not isinstance(error, NotTold) and error.errno not in NOT_WRITTEN:
             raise
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115, Python flushes stdout at its end
-        stderr.print(f"[bold red]error:[/bold red] {shown(error.strerror or error)}", soft_wrap=True)
+        stderr.print(
+            f"[bold red]error:[/bold red] {shown(error.strerror or error)}", soft_wrap=True
+        )
         sys.exit(1)
     except (MemoryError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and str(error) != NO_THREAD:
@@ -210,7 +219,7 @@ def run_watched_by(watcher: type[RunWatcher]) -> Command:
             settings = settings_of(max_new_tokens, temperature, top_p, seed)
             stream = _stream_of(moe, text, image or [], prefix, settings)
             with watching(moe, text, stream, settings):
-                for piece in stream:
+                for piece in pieces_of(stream):
                     if not as_json:
                         write(piece)
             if as_json:
@@ -293,12 +302,23 @@ def chat(
         settings = settings_of(max_new_tokens, temperature, top_p, seed)
 
         def answer(messages: list[dict[str, str]]) -> Iterator[str]:
-            inputs = moe.tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
-            )
-            return iter(moe.stream(inputs, **settings))
+            inputs = _inputs_of(moe, messages)
+            return pieces_of(moe.stream(inputs, **settings))
 
         talk(answer)
+
+
+def _inputs_of(moe: MoE, messages: list[dict[str, str]]) -> Any:
+    """The conversation, as the model reads it. Raises MoEInfinityError: a template may fail in any
+    way.
+    """
+    try:
+        return moe.tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}".partition("\n")[0]
+        raise MoEInfinityError(f"the model's chat template fails: {said}") from error
 
 
 def settings_of(

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import gc
 import sys
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,13 +19,14 @@ from rich.filesize import decimal
 from moe_infinity.cli.terminal import byte_bar, count_bar, shown, stderr, write
 from moe_infinity.cluster.config import ClusterConfig
 from moe_infinity.config import OffloadConfig
-from moe_infinity.errors import CheckpointError, DownloadError, MoEInfinityError
+from moe_infinity.errors import CheckpointError, ConfigError, DownloadError, MoEInfinityError
 from moe_infinity.predict.history import check_place
 from moe_infinity.predict.predictor import check_policy
 
 if TYPE_CHECKING:
     from moe_infinity.cli.hub import Download
     from moe_infinity.model import MoE
+    from moe_infinity.streaming import TextStream
 
 
 def pull(
@@ -165,6 +167,27 @@ def checkpoint_for(model: str, *, yes: bool, cluster: str | None) -> str:
     """
     here = ensure_here(model, yes=yes)
     return here if cluster is None else model
+
+
+def pieces_of(stream: TextStream) -> Iterator[str]:
+    """The pieces of a stream. Raises ConfigError for what fails in transformers' generation outside
+    the model's passes: for a setting that it does not take, it has errors of many kinds.
+    """
+    try:
+        yield from stream
+    except MoEInfinityError:
+        raise
+    except (AssertionError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        frames = traceback.walk_tb(error.__traceback__)
+        modules = [frame.f_globals.get("__name__", "") for frame, _ in frames]
+        is_of_settings = any(name.startswith("transformers.generation") for name in modules)
+        if "torch.nn.modules.module" in modules or not is_of_settings:
+            raise
+        said = f"{type(error).__name__}: {error}".partition("\n")[0]
+        raise ConfigError(
+            f"transformers cannot generate with these settings: {said}\n"
+            "hint: options of this command or generation_config.json"
+        ) from error
 
 
 def show_preload(moe: MoE) -> None:

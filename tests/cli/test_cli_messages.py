@@ -19,6 +19,7 @@ import transformers
 
 from moe_infinity.checkpoint import kind
 from moe_infinity.cli import chat_client
+from moe_infinity.cli.models import pieces_of
 from moe_infinity.tools.doctor import examination
 
 pytestmark = pytest.mark.timeout(30)
@@ -217,6 +218,47 @@ def test_help_is_shown_in_any_encoding(encoding):
     environment = os.environ | {"PYTHONIOENCODING": encoding}
     done = subprocess.run(command, env=environment, capture_output=True, check=True)
     assert b"--host-memory" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"do_sample": True, "typical_p": 0.0}, "ValueError: `typical_p` has to be"),
+        ({"exponential_decay_length_penalty": [1]}, "IndexError: list index out of range"),
+        ({"forced_eos_token_id": [1 << 20]}, "IndexError: index 1048576"),
+    ],
+)
+def test_settings_that_transformers_does_not_take_are_an_error(
+    settings, said, command, copy_of, tiny_checkpoint
+):
+    folder = copy_of(tiny_checkpoint)
+    (folder / "generation_config.json").write_text(json.dumps(settings))
+    outcome = command("run", folder, "-p", "w5", "--max-new-tokens", 2)
+    assert outcome.code == 1
+    assert outcome.said(f"error: transformers cannot generate with these settings: {said}")
+
+
+def test_an_error_inside_a_pass_is_none_of_settings(resident_model, monkeypatch):
+    def fail(*_: object, **__: object) -> None:
+        raise ValueError("a fault of ours")
+
+    monkeypatch.setattr(resident_model.model, "forward", fail)
+    stream = resident_model.stream("w5", max_new_tokens=2)
+    with pytest.raises(ValueError, match="^a fault of ours"):
+        list(pieces_of(stream))
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [("{% if %}", "TemplateSyntaxError"), ("{{ raise_exception('no tools') }}", "no tools")],
+)
+def test_a_chat_template_that_fails_is_an_error(template, said, command, copy_of, tiny_checkpoint):
+    folder = copy_of(tiny_checkpoint)
+    (folder / "chat_template.jinja").write_text(template)
+    outcome = command("chat", folder, stdin="w5\n")
+    assert outcome.code == 1
+    assert outcome.said("error: the model's chat template fails")
+    assert outcome.said(said)
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
