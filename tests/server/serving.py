@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,14 +25,15 @@ class Serving:
     url: str
     engine: Engine
     moe: MoE
+    clients: ExitStack  # closed before the server: their sockets are not left to the collector
 
     def client(self, **options: Any) -> openai.OpenAI:
         settings: dict[str, Any] = {"api_key": "none", "max_retries": 0, "timeout": 30} | options
-        return openai.OpenAI(base_url=f"{self.url}/v1", **settings)
+        return self.clients.enter_context(openai.OpenAI(base_url=f"{self.url}/v1", **settings))
 
     def anthropic(self, **options: Any) -> anthropic.Anthropic:
         settings: dict[str, Any] = {"api_key": "none", "max_retries": 0, "timeout": 30} | options
-        return anthropic.Anthropic(base_url=self.url, **settings)
+        return self.clients.enter_context(anthropic.Anthropic(base_url=self.url, **settings))
 
     def wait_until(self, condition: Callable[[], bool], seconds: float = 10.0) -> None:
         end = time.monotonic() + seconds
@@ -66,7 +67,8 @@ def serving(moe: MoE, **options: Any) -> Iterator[Serving]:
         while not server.started:
             time.sleep(0.005)
         port = server.servers[0].sockets[0].getsockname()[1]
-        yield Serving(f"http://127.0.0.1:{port}", engine, moe)
+        with ExitStack() as clients:
+            yield Serving(f"http://127.0.0.1:{port}", engine, moe, clients)
     finally:
         server.should_exit = server.force_exit = True
         thread.join(20)

@@ -143,7 +143,7 @@ def test_an_answer_says_whether_it_is_kept(num_bytes, store, keeps):
 
 
 def responses_of(server, key: str = "none") -> Any:
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0).responses
+    return server.client(api_key=key).responses
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
