@@ -14,7 +14,7 @@ from packaging.version import InvalidVersion, Version
 from moe_infinity.sizes import format_bytes
 from moe_infinity.system.machine import Mount
 
-NEWEST_TESTED = "3.13"  # Python
+NEWEST_TESTED = "3.14"  # Python
 LOADED = ("torch", "numba", "transformers")  # an installation may be broken: they are imported
 LITTLE_MEMORY = 2 << 30
 NEARLY_FULL = 0.1  # of memory is free

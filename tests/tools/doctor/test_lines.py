@@ -75,7 +75,7 @@ OUTCOMES: dict[str, tuple[Line, str, str, str]] = {
     # what was seen: (line, state, a part of what is said, a part of the hint)
     "python": (python("3.11.7"), "ok", "3.11.7", ""),
     "an old python": (python("3.9.1"), "error", "needs >=3.10", "install Python"),
-    "a new python": (python("3.14.0"), "warning", "newer than what is tested", "use Python 3.13"),
+    "a new python": (python("3.15.0"), "warning", "newer than what is tested", "use Python 3.14"),
     "no gil": (python("3.13.1", has_gil=False), "warning", "free-threaded", "ordinary build"),
     "a package": (package("2.13.0+cpu"), "ok", "2.13.0+cpu", ""),
     "an old package": (package("2.6.0"), "error", "2.6.0, needs <3,>=2.8", "pip install 'torch"),
