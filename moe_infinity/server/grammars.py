@@ -92,7 +92,8 @@ def json_part(schema: Any, param: str) -> GrammarPart:
     """JSON that a schema allows. Raises BadRequest for a schema that is no object."""
     if not isinstance(schema, dict):
         raise BadRequest("a JSON schema must be an object", param=param)
-    options = {"x-guidance": {"whitespace_pattern": WHITESPACE}}
+    # Of a `oneOf` whose alternatives overlap, a value that fits two is let through.
+    options = {"x-guidance": {"whitespace_pattern": WHITESPACE, "coerce_one_of": True}}
     return GrammarPart({"json_schema": for_grammar(schema, schema) | options}, param)
 
 

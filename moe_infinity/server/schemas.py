@@ -17,6 +17,20 @@ FORMATS = (
 )  # fmt: skip
 NAMED = ("properties", "patternProperties", "$defs", "definitions")  # schemas by any name
 VALUES = ("const", "enum", "default", "example", "examples")  # no schemas
+# Keywords that grammars have not, and the values with which each says nothing.
+WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
+    "dependencies": ({},),
+    "dependentRequired": ({},),
+    "dependentSchemas": ({},),
+    "not": (False,),
+    "propertyNames": ({}, True, {"type": "string"}),  # so zod writes a record
+    "unevaluatedItems": ({}, True),
+    "unevaluatedProperties": ({}, True),
+    "uniqueItems": (False,),
+}
+# The same of keywords without another.
+OF_ANOTHER = {"then": "if", "else": "if", "minContains": "contains", "maxContains": "contains"}
+PARTS = ("$ref", "allOf", "anyOf", "oneOf", "if")  # what evaluates properties, too
 
 
 def alternatives_of(schema: Any, root: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -87,7 +101,7 @@ def for_grammar(schema: Any, root: Mapping[str, Any]) -> Any:
         return schema
     made: dict[str, Any] = {}
     for key, value in schema.items():
-        if (value is None and key != "const") or (key == "format" and value not in FORMATS):
+        if _says_nothing(key, value, schema):
             continue
         if key in VALUES:
             made[key] = value
@@ -95,7 +109,46 @@ def for_grammar(schema: Any, root: Mapping[str, Any]) -> Any:
             made[key] = {name: for_grammar(each, root) for name, each in value.items()}
         else:
             made[key] = for_grammar(value, root)
-    return _told_apart(made, root)
+    return _told_apart(_with_names(made), root)
+
+
+def _says_nothing(key: str, value: Any, schema: Mapping[str, Any]) -> bool:
+    """Return whether a keyword of a schema, or its value, allows what is allowed without it."""
+    if key == "format":
+        return value not in FORMATS
+    if key == "if":
+        return "then" not in schema and "else" not in schema
+    is_absent = value is None and key != "const"
+    return (
+        is_absent or value in WITHOUT_EFFECT.get(key, ()) or OF_ANOTHER.get(key, key) not in schema
+    )
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _with_names(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return a schema whose rules for names and for other properties are those that grammars have,
+    if they can be.
+    """
+    made = dict(schema)
+    if made.get("unevaluatedProperties") is False and not any(part in made for part in PARTS):
+        del made["unevaluatedProperties"]
+        made.setdefault("additionalProperties", False)
+    names = made.get("propertyNames")
+    if not isinstance(names, dict) or "properties" in made or "patternProperties" in made:
+        return made
+    value = made.get("additionalProperties", {})
+    match {key: rule for key, rule in names.items() if key != "type"}:
+        case {"enum": [*listed], **others} if not others and all(map(_is_text, listed)):
+            made["properties"] = dict.fromkeys(listed, value)
+        case {"pattern": str(pattern), **others} if not others:
+            made["patternProperties"] = {pattern: value}
+        case _:
+            return made
+    del made["propertyNames"]
+    return made | {"additionalProperties": False}
 
 
 def _told_apart(schema: dict[str, Any], root: Mapping[str, Any]) -> dict[str, Any]:

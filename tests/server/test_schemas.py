@@ -78,3 +78,63 @@ def test_keywords_that_are_null_are_as_absent():
     parameters = {"type": None, "properties": None, "required": None}
     (tool,) = tools_of([{"function": {"name": "f", "parameters": parameters}}], "parameters")
     assert tool.schema == {"type": "object"}
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"uniqueItems": False},
+        {"propertyNames": {"type": "string"}},
+        {"unevaluatedProperties": True, "unevaluatedItems": {}},
+        {"dependentRequired": {}, "dependencies": {}},
+        {"if": {"required": ["b"]}},
+        {"then": False, "minContains": 3},
+        {"not": False},
+    ],
+    ids=str,
+)
+def test_keywords_that_allow_all_say_nothing(more):
+    schema = {"type": "object", "properties": {"a": {"type": "string"}}, **more}
+    assert takes(schema, '{"a": "b"}')
+    assert not takes(schema, '{"a": 1}')
+
+
+def test_names_that_are_listed_or_match_a_pattern_are_the_only_ones():
+    """So Pydantic and zod write a dictionary whose keys are limited."""
+    number = {"type": "object", "additionalProperties": {"type": "integer"}}
+    listed = number | {"propertyNames": {"type": "string", "enum": ["a", "b"]}}
+    matching = number | {"propertyNames": {"pattern": "^[ab]$"}}
+    for schema in (listed, matching):
+        assert takes(schema, '{"a": 1, "b": 2}')
+        assert not takes(schema, '{"a": "b"}')
+        assert not takes(schema, '{"c": 1}')
+
+
+def test_properties_that_nothing_evaluates_are_other_properties():
+    schema = {"type": "object", "properties": {"a": {}}, "unevaluatedProperties": False}
+    assert takes(schema, '{"a": 1}')
+    assert not takes(schema, '{"b": 1}')
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "array", "uniqueItems": True},
+        {"not": {"type": "string"}},
+        {"if": {"required": ["a"]}, "then": {"required": ["b"]}},
+        {"type": "object", "properties": {"a": {}}, "propertyNames": {"enum": ["a"]}},
+        {"anyOf": [{"type": "object"}], "unevaluatedProperties": False},
+    ],
+    ids=str,
+)
+def test_what_would_change_the_meaning_is_still_refused(schema):
+    grammar = json.dumps({"grammars": [json_part(schema, "x").grammar]})
+    assert "Unimplemented" in LLMatcher.validate_grammar(grammar)
+
+
+def test_alternatives_that_overlap_are_any_of_them():
+    """As in llama.cpp."""
+    schema = {"oneOf": [{"type": "integer"}, {"type": "number"}]}
+    assert takes(schema, "1")
+    assert takes(schema, "1.5")
+    assert not takes(schema, '"1"')
