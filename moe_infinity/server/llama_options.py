@@ -19,9 +19,9 @@ RANDOM_SEED = 2**32 - 1  # beside -1
 def options_of(options: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a request of OpenAI's that mean the same as these options."""
     given = {name: value for name, value in options.items() if value is not None}
-    for name in ("n_predict", "num_predict"):
+    for name, least in (("n_predict", 0), ("num_predict", 1)):
         limit = given.get(name)
-        if isinstance(limit, int) and limit < 0:  # as many as the context leaves
+        if isinstance(limit, int) and limit < least:  # as many as the context leaves
             del given[name]
     if given.get("seed") == RANDOM_SEED:
         del given["seed"]

@@ -290,7 +290,7 @@ def each_of(prompts: Prompts) -> list[str | MixedPrompt]:
 
 class CompletionBody(GenerationBody):
     prompt: Prompts
-    max_tokens: int | None = Field(None, ge=0)
+    max_tokens: int | None = Field(None, ge=0)  # 0: the prompt is read, and kept as a prefix
     logprobs: int | None = Field(None, ge=0, le=LOGPROBS.most)
     echo: bool | None = None
     add_special_tokens: bool | None = None
@@ -303,11 +303,9 @@ class CompletionBody(GenerationBody):
         return None if value is False else value
 
     @model_validator(mode="after")
-    def _something_is_to_be_answered(self) -> CompletionBody:
+    def _none_is_best(self) -> CompletionBody:
         if self.best_of not in (None, 0, 1, self.n):
             raise BadRequest(problem_of("best_of", self.best_of) or "", param="best_of")
-        if self.max_tokens == 0 and not self.echo:
-            raise BadRequest("0 is for echo=true", param="max_tokens")
         return self
 
     @property

@@ -6,7 +6,6 @@ from typing import Any
 
 import httpx
 import numpy as np
-import openai
 import pytest
 import torch
 from torch import Tensor
@@ -205,9 +204,10 @@ def test_characters_of_several_tokens_are_echoed_whole(demo):
     assert offsets == sorted(offsets)
 
 
-def test_zero_tokens_are_for_an_echo(client, server):
-    with pytest.raises(openai.BadRequestError, match="max_tokens: 0 is for echo=true"):
-        client.completions.create(model="tiny", prompt="w5", max_tokens=0)
+def test_zero_tokens_are_for_who_wants_the_prompt_read(client, server):
+    answer = client.completions.create(model="tiny", prompt="w5", max_tokens=0)
+    assert (answer.choices[0].text, answer.choices[0].finish_reason) == ("", "length")
+    assert answer.usage.completion_tokens == 0
     body = {"messages": [{"role": "user", "content": "w5"}], "max_tokens": 0}
     answer = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "max_tokens")

@@ -48,6 +48,16 @@ def test_a_completion_is_that_of_openai(server, path, more):
     assert timings["predicted_per_second"] > 0
 
 
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_zero_tokens_read_the_prompt_and_keep_it(server, is_stream):
+    """Editors do so before the user has written more."""
+    ask = ASK | {"n_predict": 0, "stream": is_stream}
+    answer = httpx.post(f"{server.url}/completion", json=ask, timeout=60)
+    last = json.loads(answer.text.strip().rsplit("\n", 1)[-1].removeprefix("data: "))
+    assert (last["content"], last["tokens_predicted"], last["stop_type"]) == ("", 0, "limit")
+    assert last["tokens_evaluated"] == 3
+
+
 def test_a_completion_whose_address_lacks_its_v1_is_one_of_openai(server):
     ask = {"model": "tiny", "prompt": PROMPT, "max_tokens": 6, "temperature": 0}
     answer = posted(server, "/completions", ask)

@@ -78,7 +78,7 @@ def test_a_prompt_is_a_chat_unless_it_is_raw(server):
     assert lines[-1]["eval_count"] == 5
 
 
-@pytest.mark.parametrize("limit", [-1, -2, None])
+@pytest.mark.parametrize("limit", [-1, -2, 0, None])
 def test_without_a_limit_an_answer_may_fill_the_context(moe, limit):
     options = {"temperature": 0} | ({} if limit is None else {"num_predict": limit})
     body = {"prompt": PROMPT, "raw": True, "options": options, "stream": False}

@@ -334,7 +334,7 @@ TOOL: dict[str, Any] = {"type": "function", "function": {"name": "f", "parameter
     ("change", "param", "said"),
     [
         ({"response_format": schema_format({"type": "foo"})}, SCHEMA_PARAM, "Invalid type: foo"),
-        ({"response_format": schema_format({"if": {}, "then": False})}, SCHEMA_PARAM, "Unimplemented keys"),
+        ({"response_format": schema_format({"not": {}})}, SCHEMA_PARAM, "Unimplemented keys"),
         ({"guided_json": json.dumps(DEEP)}, "structured_outputs.json", "recursion limit"),
         ({"response_format": schema_format(HUGE)}, SCHEMA_PARAM, "schema too large"),
         ({"response_format": schema_format({"$ref": "http://a/b"})}, SCHEMA_PARAM, "Resource"),
