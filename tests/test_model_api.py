@@ -357,6 +357,15 @@ def test_a_model_made_from_our_config_computes_as_stock(moe, stock_model):
         )  # bfloat16, from other places in memory
 
 
+def test_an_empty_prompt_is_the_error_of_stock(moe, stock_model):
+    """It was a division by zero."""
+    empty = torch.empty((1, 0), dtype=torch.long)
+    for model in (stock_model, moe):
+        with pytest.raises(RuntimeError, match="0 elements"):
+            model.generate(empty, max_new_tokens=2)
+    assert tokens_of(moe, encode(5, 6), max_new_tokens=2)
+
+
 def test_a_prompt_behind_a_callers_cache_is_one_pass(tiny_checkpoint, monkeypatch):
     """However little memory there is: transformers 5.17 takes it in wrong pieces."""
     ids = torch.arange(3, 63)[None]

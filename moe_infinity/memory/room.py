@@ -201,7 +201,7 @@ class Room:
         left = self.left() - kept
         best = 0
         least_read = math.inf
-        fewest = math.ceil(num_new / max(most, LEAST_TOKENS))
+        fewest = max(math.ceil(num_new / max(most, LEAST_TOKENS)), 1)
         for num_passes in range(fewest, math.ceil(num_new / LEAST_TOKENS) + 1):
             num_tokens = math.ceil(num_new / num_passes)
             short = self.needs.of_pass(num_tokens, context) - left
