@@ -171,7 +171,8 @@ def checkpoint_for(model: str, *, yes: bool, cluster: str | None) -> str:
 
 def pieces_of(stream: TextStream) -> Iterator[str]:
     """The pieces of a stream. Raises ConfigError for what fails in transformers' generation outside
-    the model's passes: for a setting that it does not take, it has errors of many kinds.
+    the model's passes, or in a cache that needs a GPU: for a setting that it does not take, it has
+    errors of many kinds.
     """
     try:
         yield from stream
@@ -181,7 +182,9 @@ def pieces_of(stream: TextStream) -> Iterator[str]:
         frames = traceback.walk_tb(error.__traceback__)
         modules = [frame.f_globals.get("__name__", "") for frame, _ in frames]
         is_of_settings = any(name.startswith("transformers.generation") for name in modules)
-        if "torch.nn.modules.module" in modules or not is_of_settings:
+        is_of_pass = "torch.nn.modules.module" in modules
+        needs_gpu = {"transformers.cache_utils", "torch.cuda"} <= {*modules}
+        if not is_of_settings or (is_of_pass and not needs_gpu):
             raise
         said = f"{type(error).__name__}: {error}".partition("\n")[0]
         raise ConfigError(
