@@ -126,6 +126,7 @@ def test_a_compiled_model_computes_as_it_does_uncompiled(moe, logits, level):
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.trace:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit.trace:FutureWarning")  # from torch 2.15 on
 @pytest.mark.filterwarnings(  # torch.jit.trace reads all attributes of transformers' models
     "ignore:.is_gradient_checkpointing. is deprecated:FutureWarning:transformers.modeling_utils"
 )

@@ -240,7 +240,7 @@ def test_tokenize_and_back(server):
         ({"temperature": "warm"}, "temperature"),
         ({"top_p": -0.1}, "top_p"),
         ({"top_p": 1.1}, "top_p"),
-        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": -2}, "max_tokens"),
         ({"n": 0}, "n"),
         ({"n": 17}, "n"),
         ({"stop": ["x"] * 17}, "stop"),
