@@ -21,6 +21,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
+from tests.clients.environments import Outcome
+
 GENERATING = ("/chat/completions", "/responses", "/messages", "/api/chat")
 ENDS = (b"data: [DONE]", b"event: response.completed", b"event: message_stop", b'"done": true')
 OTHER_WAY = b"thread_unsupported_request"  # Anthropic's libraries then send the whole conversation
@@ -132,6 +134,25 @@ class Proxy:
         lines = [line for line in text.splitlines() if line.startswith("moe_infinity_sequences{")]
         assert len(lines) == 3
         return all(line.endswith(" 0.0") for line in lines)
+
+    def wait_until_idle(self, limit_s: float = 10) -> None:
+        """Wait until the server has noticed that a client is gone."""
+        end = time.monotonic() + limit_s
+        while not self.is_idle():
+            assert time.monotonic() < end, "the server goes on"
+            time.sleep(0.1)
+
+    def check(self, outcome: Outcome, kind: str) -> None:
+        """The client is content, the server refused nothing, and every answer ended; or, for the
+        kind "cancel", the server stopped.
+        """
+        assert self.refused == []
+        assert outcome.code == 0, outcome
+        assert self.generated
+        if kind == "cancel":
+            self.wait_until_idle()
+        else:
+            assert all(exchange.ended_well for exchange in self.generated)
 
     def log(self) -> str:
         """One JSON object for each exchange."""
