@@ -127,9 +127,8 @@ def run_app(app: typer.Typer) -> None:
         if not isinstance(error, NotTold) and error.errno not in NOT_WRITTEN:
             raise
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115, Python flushes stdout at its end
-        stderr.print(
-            f"[bold red]error:[/bold red] {shown(error.strerror or error)}", soft_wrap=True
-        )
+        said = error if error.filename else error.strerror or error
+        stderr.print(f"[bold red]error:[/bold red] {shown(said)}", soft_wrap=True)
         sys.exit(1)
     except (MemoryError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and str(error) != NO_THREAD:

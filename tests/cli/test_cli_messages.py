@@ -15,6 +15,7 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 import transformers
 
 from moe_infinity.checkpoint import kind
@@ -226,7 +227,11 @@ def test_help_is_shown_in_any_encoding(encoding):
         ({"do_sample": True, "typical_p": 0.0}, "ValueError: `typical_p` has to be"),
         ({"exponential_decay_length_penalty": [1]}, "IndexError: list index out of range"),
         ({"forced_eos_token_id": [1 << 20]}, "IndexError: index 1048576"),
-        ({"cache_implementation": "offloaded"}, ""),  # each torch without a GPU says another thing
+        pytest.param(
+            {"cache_implementation": "offloaded"},
+            "",  # each torch without a GPU says another thing
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="it needs a GPU"),
+        ),
     ],
 )
 def test_settings_that_transformers_does_not_take_are_an_error(
