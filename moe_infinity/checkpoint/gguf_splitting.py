@@ -15,7 +15,8 @@ LINES = rf"\s*[\r\n]+|{SPACE}"
 GPT2 = rf"'s|'t|'re|'ve|'m|'ll|'d| ?\p{{L}}+| ?\p{{N}}+| ?[^\s\p{{L}}\p{{N}}]+|{SPACE}"
 DIGIT = r"\p{N}"
 UP_TO_3_DIGITS = r"\p{N}{1,3}"
-# Groups of three, counted from the right: once from the first digit, or a million take an hour.
+# Groups of three, counted from the right. Only the first looks ahead to the end of the number: if
+# each did, time would grow by the square of its length.
 THOUSANDS = r"(?<!\p{N})\p{N}{1,2}(?=(?:\p{N}{3})+(?!\p{N}))|\p{N}{1,3}"
 
 

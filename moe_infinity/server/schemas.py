@@ -30,7 +30,7 @@ WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
 }
 # The same of keywords without another.
 OF_ANOTHER = {"then": "if", "else": "if", "minContains": "contains", "maxContains": "contains"}
-PARTS = ("$ref", "allOf", "anyOf", "oneOf", "if")  # what evaluates properties, too
+EVALUATING = ("$ref", "allOf", "anyOf", "oneOf", "if")  # may name further properties
 
 
 def alternatives_of(schema: Any, root: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -133,7 +133,7 @@ def _with_names(schema: dict[str, Any]) -> dict[str, Any]:
     if they can be.
     """
     made = dict(schema)
-    if made.get("unevaluatedProperties") is False and not any(part in made for part in PARTS):
+    if made.get("unevaluatedProperties") is False and not any(key in made for key in EVALUATING):
         del made["unevaluatedProperties"]
         made.setdefault("additionalProperties", False)
     names = made.get("propertyNames")
