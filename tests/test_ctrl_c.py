@@ -23,7 +23,12 @@ from moe_infinity import MoE
 from moe_infinity.engine import layer
 from tests.disk import Disk, Read
 
-pytestmark = [pytest.mark.timeout(60), pytest.mark.sample(3)]
+pytestmark = [
+    pytest.mark.timeout(60),
+    pytest.mark.sample(3),
+    # Ctrl-C may fall between psutil's open() and what closes the file.
+    pytest.mark.filterwarnings("ignore:unclosed file .*/proc/:ResourceWarning"),
+]
 DEMO = Path(__file__).resolve().parents[1] / "models" / "demo"
 INPUTS = {"input_ids": torch.tensor([[5, 6, 9]]), "attention_mask": torch.ones(1, 3).long()}
 FOR_LONG = {"do_sample": False, "max_new_tokens": 480}  # a second or more: no test waits for it
