@@ -136,7 +136,8 @@ def _emit_decoding(
         to = b.add(panel, b.mul(each_row.index, I64(PANEL_BYTES)))
         with cgutils.for_range(b, count, intp=I64) as each:
             at = b.add(to, b.mul(each.index, I64(4 * loop.num_columns)))
-            of_row, of_step = b.add(row, each_row.index), b.add(step, each.index)
+            of_row = b.add(row, each_row.index)
+            of_step = b.add(step, each.index)
             offset = b.add(b.mul(of_row, a.row_bytes), b.mul(of_step, I64(loop.num_bytes)))
             for line in range(0, loop.num_bytes, 64):
                 prefetch(b, b.add(below, b.add(offset, I64(line))))
