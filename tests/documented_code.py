@@ -31,11 +31,12 @@ NOT_RUN = {
     "source": "changes the shell",
     "pip install": "installs",
     "export": "is for the program of the next line",
-    "claude": "a program of others; `make test-clients` runs it and the next four",
+    "claude": "a program of others; `make test-clients` runs it and those below",
     "copilot": "a program of others",
     "qwen": "a program of others",
     "cline": "a program of others",
     "aider": "a program of others",
+    "open-webui": "a program of others",
 }
 # Commands of ours that are only parsed: an unknown command or option fails.
 ONLY_PARSED = {
