@@ -100,8 +100,8 @@ class Answer(ABC):
         return ": still at work\n\n"
 
     def progress_chunk(self, index: int, progress: Progress) -> str:
-        """The event for how far the prompt of choice `index` is."""
-        raise NotImplementedError
+        """The event for how far the prompt of choice `index` is; empty if no field says that."""
+        return ""
 
     def last_chunks(self) -> list[str]:
         """The events with which a stream ends, after the last output."""
