@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from contextlib import nullcontext
 
 import pytest
 
+from moe_infinity import __main__ as commands
 from moe_infinity.cli import serve as serving_command
 from moe_infinity.errors import ConfigError
 from moe_infinity.server.config import ServeConfig
@@ -21,6 +23,16 @@ def test_commands_load_no_large_package_before_they_run():
     check = f"import sys, moe_infinity.__main__\nprint({names} & {{*sys.modules}})"
     done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True)
     assert done.stdout.strip() == "set()", done.stderr
+
+
+@pytest.mark.parametrize("given", [{}, {"OMP_WAIT_POLICY": "ACTIVE"}])
+def test_idle_threads_of_torch_sleep_unless_the_user_says_otherwise(monkeypatch, given):
+    """Torch reads the variable when it is imported, which is later: see above."""
+    environ = dict(given)
+    monkeypatch.setattr(os, "environ", environ)
+    monkeypatch.setattr(commands, "run_app", lambda app: None)
+    commands.main()
+    assert environ == {"OMP_WAIT_POLICY": "PASSIVE"} | given
 
 
 @pytest.mark.parametrize("module", ["moe_infinity", "moe_infinity.cli"])
