@@ -57,8 +57,8 @@ FEW = 4
 def largest_tile(loop: InnerLoop) -> Tile:
     """The largest tile whose sums fit in registers: 24 with AVX-512, otherwise 4, of two registers
     each. Formats that are scaled every few vectors need a second sum per output: 12 fit, or 8 where
-    minima are added. Without AVX-512 these sums are 3, of one row: 2 x 2 took 1.2 to 1.8 times as
-    long.
+    minima are added. Without AVX-512 these sums are 3, of one row: 2 x 2 would fill all
+    registers, and takes up to 1.9 times as long.
     """
     is_wide = has_avx512()
     is_scaled = loop.scale is not None or loop.loader.blocks is not None
