@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,8 +28,7 @@ from moe_infinity.output import DAMAGED, read_arrays, write_arrays
 MOST_EXPERTS = 4096  # per layer: more is a damaged file, not a model
 
 
-@dataclass(frozen=True, slots=True)
-class SequenceTrace:
+class SequenceTrace(NamedTuple):
     """The routing of one sequence, prompt and output. T tokens, L MoE layers, K experts a token."""
 
     experts_TLK: NDArray[np.integer]
@@ -40,21 +38,11 @@ class SequenceTrace:
 
     @classmethod
     def concatenate(cls, parts: Sequence[SequenceTrace]) -> SequenceTrace:
-        return cls(
-            np.concatenate([part.experts_TLK for part in parts]),
-            np.concatenate([part.token_ids_T for part in parts]),
-            np.concatenate([part.is_prefill_T for part in parts]),
-            np.concatenate([part.steps_T for part in parts]),
-        )
+        return cls._make(map(np.concatenate, zip(*parts, strict=True)))
 
     def first(self, num_tokens: int | None) -> SequenceTrace:
         """The first tokens of the sequence; None: all."""
-        return SequenceTrace(
-            self.experts_TLK[:num_tokens],
-            self.token_ids_T[:num_tokens],
-            self.is_prefill_T[:num_tokens],
-            self.steps_T[:num_tokens],
-        )
+        return SequenceTrace._make(array[:num_tokens] for array in self)
 
 
 class Trace(NamedTuple):

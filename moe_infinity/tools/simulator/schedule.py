@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -36,7 +36,7 @@ def interleave(sequences: Sequence[SequenceTrace], num_users: int) -> list[Seque
     while waiting or running:
         while waiting and len(running) < num_users:
             sequence = waiting.popleft()
-            sequence = replace(sequence, steps_T=np.full(len(sequence.steps_T), step))
+            sequence = sequence._replace(steps_T=np.full(len(sequence.steps_T), step))
             running.append((sequence, int(sequence.is_prefill_T.sum())))
             step += int(sequence.is_prefill_T.any())
             result.append(sequence)
