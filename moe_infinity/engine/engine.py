@@ -131,9 +131,7 @@ class LocalExperts:
     ) -> None:
         """Enter a layer, and do the work that these of its experts have. Raises as `layer` does."""
         with self.deciding:
-            if not self.is_next(moe_layer_idx, routing.num_tokens):
-                self.begin_step(anonymous_step(routing.num_tokens))
-            self.enter(moe_layer_idx, is_unfinished=True)
+            self._go_on(moe_layer_idx, routing.num_tokens, is_unfinished=True)
             if self._ongoing.step.phase is Phase.PREFILL:
                 self.room.make_for_layer(routing.num_tokens)
             self.path.run_layer(self._ongoing, routing, expert_idxs, work, self._stop_if_cancelled)
@@ -165,9 +163,7 @@ class LocalExperts:
         Raises what `enter` raises.
         """
         with self.deciding:
-            if not self.is_next(moe_layer_idx, len(top_k_index_TK)):
-                self.begin_step(anonymous_step(len(top_k_index_TK)))
-            self.enter(moe_layer_idx)
+            self._go_on(moe_layer_idx, len(top_k_index_TK))
             self.bookkeeping.note_residents(moe_layer_idx, top_k_index_TK)
 
     def note_routing(self, moe_layer_idx: int, routing: Routing) -> None:
@@ -175,9 +171,7 @@ class LocalExperts:
         what `enter` raises.
         """
         with self.deciding:
-            if not self.is_next(moe_layer_idx, routing.num_tokens):
-                self.begin_step(anonymous_step(routing.num_tokens))
-            self.enter(moe_layer_idx)
+            self._go_on(moe_layer_idx, routing.num_tokens)
             self.bookkeeping.note_routing(moe_layer_idx, routing)
 
     def note_known(self, step: Step, top_k_index_TLK: Ints) -> None:
@@ -185,6 +179,12 @@ class LocalExperts:
         with self.deciding:
             self._recover_if_interrupted()
             self.bookkeeping.note_known(step, top_k_index_TLK)
+
+    def _go_on(self, moe_layer_idx: int, num_tokens: int, *, is_unfinished: bool = False) -> None:
+        """Enter a layer of this many tokens, in a step of its own if it continues none."""
+        if not self.is_next(moe_layer_idx, num_tokens):
+            self.begin_step(anonymous_step(num_tokens))
+        self.enter(moe_layer_idx, is_unfinished=is_unfinished)
 
     def is_next(self, moe_layer_idx: int, num_tokens: int) -> bool:
         """True if a layer of this many tokens continues the step under way. If a module inside the
