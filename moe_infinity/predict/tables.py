@@ -32,7 +32,6 @@ class FollowTable:
     def __init__(self, num_layers: int, num_experts: int) -> None:
         self.counts = np.zeros((num_layers, num_experts, num_experts), dtype=np.float32)
         self.uses = np.zeros((num_layers, num_experts), dtype=np.float32)
-        self._trust = 1 / (self.uses + np.float32(PRIOR))  # what one count is worth
         self._ones = np.ones(num_experts, dtype=np.float32)
 
     def learn(self, before_LK: Ints, after_LK: Ints, *, first_layer: int = 0) -> None:
@@ -42,7 +41,6 @@ class FollowTable:
         layers_L = np.arange(first_layer, first_layer + len(before_LK))
         self.counts[layers_L[:, None, None], before_LK[:, :, None], after_LK[:, None, :]] += 1
         self.uses[layers_L[:, None], before_LK] += 1
-        self._trust = 1 / (self.uses + np.float32(PRIOR))
 
     def restore(self, counts: NDArray[Any], uses: NDArray[Any]) -> None:
         """Take up what another table had. Raises ValueError for arrays of another shape."""
@@ -50,7 +48,6 @@ class FollowTable:
             raise ValueError(f"counts {counts.shape} and uses {uses.shape}")
         self.counts[:] = counts
         self.uses[:] = uses
-        self._trust = 1 / (self.uses + np.float32(PRIOR))
 
     def forget(self) -> None:
         """Halve what is full."""
@@ -58,14 +55,14 @@ class FollowTable:
         if full.any():
             self.counts[full] /= 2
             self.uses[full] /= 2
-            self._trust = 1 / (self.uses + np.float32(PRIOR))
 
     def probabilities(
         self, moe_layer_idx: int, experts_K: Ints, base_E: Floats, out_E: Floats
     ) -> None:
         """The mean over the K experts of what followed each, mixed with the base rate."""
         num = len(experts_K)
-        trust_K = self._trust[moe_layer_idx].take(experts_K)
+        uses_K = self.uses[moe_layer_idx].take(experts_K)
+        trust_K = 1 / (uses_K + np.float32(PRIOR))  # what one count is worth
         np.multiply(base_E, PRIOR / num * float(trust_K.dot(self._ones[:num])), out=out_E)
         trust_K /= num
         out_E += trust_K.dot(self.counts[moe_layer_idx].take(experts_K, axis=0))
