@@ -45,7 +45,24 @@ def _rows_of(weight_RC: Tensor) -> NDArray[np.uint8]:
     return weight_RC.contiguous().view(torch.uint8).numpy()
 
 
-class ReorderedRecipe(Recipe):
+class DerivedRecipe(Recipe):
+    """A recipe that fills a slot in its own way with what another recipe reads."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        fields = {f.name: getattr(recipe, f.name) for f in dataclasses.fields(Recipe)}
+        super().__init__(**fields)
+
+    def copies(self, expert_idx: int) -> None:
+        return None
+
+    def params(self, slot: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {
+            spec.name: weight.unpacked(slot, getattr(torch, spec.dtype))
+            for spec, weight in zip(self.targets.values(), self.weights, strict=True)
+        }
+
+
+class ReorderedRecipe(DerivedRecipe):
     """A recipe that puts the rows of packed weights in the order that the experts' class wants.
 
         gate [R, C], up [R, C], in the file --rows taken in turn--> [2 R, C], in the slot
@@ -55,8 +72,7 @@ class ReorderedRecipe(Recipe):
     """
 
     def __init__(self, recipe: Recipe, order: Order) -> None:
-        fields = {f.name: getattr(recipe, f.name) for f in dataclasses.fields(Recipe)}
-        super().__init__(**fields)
+        super().__init__(recipe)
         self._order = order
 
     @property
@@ -75,9 +91,6 @@ class ReorderedRecipe(Recipe):
         parts = {"values": self.stored[0]}
         self.weights = (packed.format.layout_of(parts, is_transposed=is_transposed),)
 
-    def copies(self, expert_idx: int) -> None:
-        return None
-
     def load(self, expert_idx: int, reader: Reader, slot: memoryview) -> None:
         (spec,) = self.stored
         scratch = np.empty(spec.shape, np.uint8)
@@ -91,13 +104,8 @@ class ReorderedRecipe(Recipe):
         rows = np.frombuffer(slot[spec.offset : spec.offset + spec.num_bytes], np.uint8)
         np.take(scratch, self._order, axis=0, out=rows.reshape(spec.shape))
 
-    def params(self, slot: dict[str, Tensor]) -> dict[str, Tensor]:
-        (spec,) = self.targets.values()
-        (weight,) = self.weights
-        return {spec.name: weight.unpacked(slot, getattr(torch, spec.dtype))}
 
-
-class PackedRecipe(Recipe):
+class PackedRecipe(DerivedRecipe):
     """A recipe whose matrices are packed when they are loaded. Parameters that are no matrices, or
     fit no group, stay as they are.
 
@@ -107,8 +115,7 @@ class PackedRecipe(Recipe):
     """
 
     def __init__(self, recipe: Recipe, precision: Precision, *, is_transposed: bool) -> None:
-        fields = {f.name: getattr(recipe, f.name) for f in dataclasses.fields(Recipe)}
-        super().__init__(**fields)
+        super().__init__(recipe)
         self._precision = precision
         self._is_transposed = is_transposed
         self._unpacked = LayerRecipes([recipe], is_transposed=is_transposed)
@@ -154,9 +161,6 @@ class PackedRecipe(Recipe):
             weights.append(weight)
         self.weights = tuple(weights)
 
-    def copies(self, expert_idx: int) -> None:
-        return None
-
     def load(self, expert_idx: int, reader: Reader, slot: memoryview) -> None:
         layout = self._unpacked.layout
         scratch = torch.empty(layout.slot_bytes, dtype=torch.uint8, device="cpu")
@@ -170,9 +174,3 @@ class PackedRecipe(Recipe):
             for role, part in weight.parts.items():
                 flat = values[role].contiguous().view(torch.uint8).flatten().numpy()
                 slot[part.offset : part.offset + part.num_bytes] = flat.data
-
-    def params(self, slot: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {
-            spec.name: weight.unpacked(slot, getattr(torch, spec.dtype))
-            for spec, weight in zip(self.targets.values(), self.weights, strict=True)
-        }
