@@ -159,7 +159,9 @@ class Adapter:
         return PlainMlp(module)
 
     def hidden(self, module: Any) -> Callable[[Tensor], Tensor] | None:
-        """Return what an expert computes between two products; None if it has another form."""
+        """Return what an expert that PlainMlp computes does between its two products; None if it
+        does more.
+        """
         if vars(module).get("has_post_expert_norm"):
             return None
         return module._apply_gate if module.has_gate else module.act_fn  # type: ignore[no-any-return]

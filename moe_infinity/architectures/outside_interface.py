@@ -36,7 +36,7 @@ class Outside(Adapter):
     is_eager = True
     gate_up = "gate_up_proj"
     down = "down_proj"
-    is_transposed = False
+    is_transposed: bool | None = False
 
     def orientation(self, module: Any) -> bool | None:
         return self.is_transposed
@@ -78,12 +78,6 @@ class Outside(Adapter):
     def forward(self, module: Any, layer: MoeLayer, *args: Any) -> Any:
         """Run in place of the module's forward, with the same arguments."""
         return layer(*args)
-
-
-class Step3p7(Outside):
-    """Experts that are called like the interface. The limit of their activation depends on the
-    layer.
-    """
 
 
 class LongcatFlash(Outside):
@@ -179,11 +173,7 @@ class Llama4(Outside):
 class Dbrx(Outside):
     """Experts in three weights, each [E * F, D]: an expert is F neighbouring rows of each."""
 
-    def orientation(self, module: Any) -> bool | None:
-        return None
-
-    def hidden(self, module: Any) -> None:
-        return None
+    is_transposed = None
 
     def locations(self, module: Any, num_experts: int) -> dict[str, ParameterLocation]:
         rows = int(module.ffn_hidden_size)
@@ -215,9 +205,6 @@ class OneModuleEach(Adapter):
     is_eager = True
 
     def orientation(self, module: Any) -> bool | None:
-        return None
-
-    def hidden(self, module: Any) -> None:
         return None
 
     def count(self, module: Any) -> int:
@@ -292,6 +279,6 @@ ADAPTERS: dict[str, Adapter] = {
     "Llama4TextMoe": Llama4(),
     "LongcatFlashExperts": LongcatFlash(),
     "NllbMoeExperts": NllbMoe(),
-    "Step3p7Experts": Step3p7(),
+    "Step3p7Experts": Outside(),  # the limit of their activation depends on the layer
     "SwitchTransformersExperts": SwitchTransformers(),
 }

@@ -76,7 +76,8 @@ class _TwoProducts(NamedTuple):
 
 def _two_products(layer: ExpertsModule, recipes: LayerRecipes) -> Verdict[_TwoProducts]:
     """Find the two products of the experts, and their weights in a slot."""
-    hidden = layer.adapter.hidden(layer.module)
+    is_plain = layer.is_transposed is not None
+    hidden = layer.adapter.hidden(layer.module) if is_plain else None
     filled_by = {
         spec.name: recipe for recipe in recipes.recipes for spec in recipe.targets.values()
     }
