@@ -169,9 +169,8 @@ class Routing(NamedTuple):
     counts: Ints | int  # pairs of each activated expert; 1 if that is one each
     num_without: int  # pairs that have no expert
     top_k_index_TK: Ints | None  # on the host; NO_EXPERT: no expert; None: not known by token
-    top_k_weights_TK: (
-        Tensor | None
-    )  # where the model computes; None: the caller of the experts weighs
+    # Where the model computes; None: the caller of the experts weighs.
+    top_k_weights_TK: Tensor | None
 
     @classmethod
     def of(cls, top_k_index_TK: Tensor, top_k_weights_TK: Tensor) -> Routing:

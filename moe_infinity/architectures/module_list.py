@@ -195,12 +195,8 @@ def _routing(top_k_index_TK: Tensor | None, calls: list[Call], num_tokens: int) 
     single token the experts that were called. Otherwise None.
     """
     called = sorted(call.expert_idx for call in calls for _ in range(call.num_rows))
-    if top_k_index_TK is not None and (
-        len(top_k_index_TK),
-        sorted(top_k_index_TK.ravel().tolist()),
-    ) == (
-        num_tokens,
-        called,
-    ):
-        return top_k_index_TK
+    if top_k_index_TK is not None and len(top_k_index_TK) == num_tokens:
+        chosen = sorted(top_k_index_TK.ravel().tolist())
+        if chosen == called:
+            return top_k_index_TK
     return torch.tensor([called], dtype=torch.int64, device="cpu") if num_tokens == 1 else None

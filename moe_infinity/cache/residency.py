@@ -356,9 +356,8 @@ class ResidencyTable:
 
     def _free_slots(self, slot_ids: list[int]) -> None:
         self._free += slot_ids
-        slots = np.array(
-            slot_ids, dtype=np.int64
-        )  # once, as every index would turn a list into one
+        # Once, as every index would turn a list into one.
+        slots = np.array(slot_ids, dtype=np.int64)
         self._layer_of_slot[slots] = -1
         self._expert_of_slot[slots] = -1
         self._transient[slots] = False

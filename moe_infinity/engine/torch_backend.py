@@ -82,9 +82,8 @@ class TorchWork:
         if not self._backend.is_eager:
             return _order_of_grouped_mm(top_k_index_TK.ravel())
         num_tokens, top_k = top_k_index_TK.shape
-        order_P = top_k_index_TK.T.ravel().argsort(
-            kind="stable"
-        )  # of pairs counted as k * T + token
+        # Of pairs counted as k * T + token.
+        order_P = top_k_index_TK.T.ravel().argsort(kind="stable")
         order: Ints = order_P % num_tokens * top_k + order_P // num_tokens
         return order
 

@@ -145,9 +145,8 @@ class DeviceMover:
             yield keys
             return
         if self._ahead:
-            self._ahead.difference_update(
-                keys
-            )  # first: record_arrivals() drops prefetches that failed
+            # First: record_arrivals() drops prefetches that failed.
+            self._ahead.difference_update(keys)
             self.record_arrivals()
         wanted = set(keys)
         resident = [key for key in keys if self._table.lookup(key) is Residency.RESIDENT]
