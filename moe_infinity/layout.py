@@ -139,13 +139,13 @@ def block_of(weight: WeightLayout) -> Block | None:
     else:
         zeros = -(-rows // NIBBLES), grid[1]
         fits = weight.zeros is None or block[0] == 1
-    fits &= _without_ones(scale.shape) == _without_ones(grid)
+    fits &= without_ones(scale.shape) == without_ones(grid)
     fits &= weight.zeros is None or weight.zeros.shape == zeros
     groups = weight.groups
     fits &= groups is None or (groups.shape, groups.dtype) == ((columns,), "int32")
     return block if fits else None
 
 
-def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
+def without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
     """The sizes that tell where a number lies."""
     return tuple(size for size in shape if size != 1)

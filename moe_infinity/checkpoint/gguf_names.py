@@ -38,7 +38,7 @@ from moe_infinity.checkpoint.plan import Weights, find_experts
 from moe_infinity.errors import CheckpointError, UnsupportedModelError
 from moe_infinity.experts import ParamSpec
 from moe_infinity.kernels.unpack import BLOCKS, blocks_layout, row_bytes
-from moe_infinity.layout import WeightLayout
+from moe_infinity.layout import WeightLayout, without_ones
 
 logger = logging.getLogger(__name__)
 
@@ -268,7 +268,7 @@ class Names:
         """Under the name of the parameter, and in its shape, but for dimensions of 1."""
         wanted = tuple(self._params[param].shape)
         is_vector = len(wanted) == 1 and prod(tensor.shape) == prod(wanted)
-        if is_vector or _without_ones(tensor.shape) == _without_ones(wanted):
+        if is_vector or without_ones(tensor.shape) == without_ones(wanted):
             tensor = dataclasses.replace(tensor, shape=wanted)
         undo = _by_end({**ALWAYS_CHANGED, **self._architecture.changed}, param)
         # A tensor of another shape is left to transformers, which names it.
@@ -331,10 +331,6 @@ def _both(
 def _by_end(table: Mapping[str, Entry], param: str) -> Entry | None:
     """The entry of the first end that the parameter's name has."""
     return next((entry for end, entry in table.items() if param.endswith(end)), None)
-
-
-def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(size for size in shape if size != 1)
 
 
 def weight_of(name: str, tensor: StoredTensor) -> StoredTensor | PackedTensor:
