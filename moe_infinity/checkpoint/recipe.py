@@ -21,6 +21,7 @@ import copy
 from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -84,18 +85,6 @@ class Source:
         return [
             part.extent.equal_part(expert_idx, self.num_parts) for _, part in self.weights[0].parts
         ]
-
-
-class OneExpertModel:
-    """Answers what a conversion may ask of a model, for a model of one expert."""
-
-    def __init__(self, params: dict[str, Tensor]) -> None:
-        self._params = params
-
-    def get_parameter(self, name: str) -> Tensor:
-        return self._params[name]
-
-    get_parameter_or_buffer = get_parameter
 
 
 @dataclass(slots=True)
@@ -320,8 +309,10 @@ class Recipe:
         converter = copy.deepcopy(self.converter)
         for source, weight in zip(self.sources, weights, strict=True):
             converter.collected_tensors.setdefault(source.pattern, []).append(weight)
+        find = meta.__getitem__
+        model = SimpleNamespace(get_parameter=find, get_parameter_or_buffer=find)  # of one expert
         try:
-            values = converter.convert(self.name, model=OneExpertModel(meta), config=self.config)
+            values = converter.convert(self.name, model=model, config=self.config)
         except (RuntimeError, ValueError) as error:  # how mismatched shapes are reported
             raise CheckpointError(
                 f"{self.name} cannot be built from {self._describe_sources()}: {error}"
