@@ -34,7 +34,6 @@ class SequencePredictor:
         self.chance_LE = np.zeros(shape_LE, dtype=np.float32)
         self.recent_LE = np.zeros(shape_LE, dtype=np.float32)
         self._match = {phase: EamcMatch(knowledge.eamc, phase) for phase in Phase}
-        self._layers_L1 = np.arange(num_layers)[:, None]
         self._logs_FE = np.empty((2, num_experts), dtype=np.float32)
         self._phase = Phase.PREFILL
         self._before_LK: Ints | None = None  # experts of the last token of the step before
@@ -189,7 +188,7 @@ class SequencePredictor:
 
     def _learn_token(self, knowledge: Knowledge, token_id: int, experts_LK: Ints) -> None:
         used_LE = np.zeros((knowledge.num_layers, knowledge.num_experts), dtype=np.float32)
-        used_LE[self._layers_L1, experts_LK] = 1
+        np.put_along_axis(used_LE, experts_LK, 1, axis=1)
         if self._phase is Phase.DECODE and self._before_LK is not None:
             knowledge.learn_weights(self._now_FLE, used_LE, self._is_refined_L)
         knowledge.learn_base(used_LE)
