@@ -86,10 +86,8 @@ def vocabulary_of(where: str, metadata: Mapping[str, Any], num_rows: int | None)
         raise CheckpointError(f"{where}: {PREFIX}model is {model!r:.60}, expected a text")
     tokens = _array(where, metadata, "tokens", str)
     tokens = [text or f"[EMPTY_{token_id}]" for token_id, text in enumerate(tokens)]
-    kinds = _array(where, metadata, "token_type", int, len(tokens)) or [TokenKind.NORMAL] * len(
-        tokens
-    )
-    del kinds[len(tokens) :]
+    kinds = _array(where, metadata, "token_type", int, len(tokens))[: len(tokens)]
+    kinds = kinds or [TokenKind.NORMAL] * len(tokens)
     ids = dict(DEFAULT_IDS.get(model, {}))
     limit = min(filter(None, (len(tokens), num_rows)), default=0)
     for name, key in ID_KEYS.items():
