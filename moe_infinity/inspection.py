@@ -133,13 +133,11 @@ def inspect_checkpoint(
 def _expert_types(plan: Plan) -> dict[str, str]:
     layers: dict[str, list[int]] = {}
     for number, recipes in enumerate(plan.recipes):
-        parts = [
-            " and ".join(dict.fromkeys(weight.kind for weight in recipe.weights))
-            for recipe in recipes.recipes
-        ]
-        names = [recipe.name.rpartition(".")[2] for recipe in recipes.recipes]
-        types = ", ".join(f"{name} {part}" for name, part in zip(names, parts, strict=True))
-        layers.setdefault(types, []).append(number)
+        types = []
+        for recipe in recipes.recipes:
+            kinds = dict.fromkeys(weight.kind for weight in recipe.weights)
+            types.append(f"{recipe.name.rpartition('.')[2]} {' and '.join(kinds)}")
+        layers.setdefault(", ".join(types), []).append(number)
     return {_runs(numbers): types for types, numbers in layers.items()}
 
 
