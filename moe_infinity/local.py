@@ -8,7 +8,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+from huggingface_hub.errors import HFValidationError
 
 from moe_infinity.checkpoint.file_names import checkpoint_files, find_gguf, gguf_models, gguf_parts
 from moe_infinity.errors import CheckpointError
@@ -37,9 +37,7 @@ def find_local(model: str) -> str | None:
         return model
     try:
         folder = Path(snapshot_download(model, local_files_only=True, allow_patterns=[]))
-    except (LocalEntryNotFoundError, HFValidationError, OSError):
-        return None
-    except RuntimeError:  # a user without a home folder has no hub cache
+    except (OSError, HFValidationError, RuntimeError):  # the last: no home folder, so no hub cache
         return None
     files = (path for path in folder.rglob("*") if path.is_file())
     return weights_in(folder, [path.relative_to(folder).as_posix() for path in files])
