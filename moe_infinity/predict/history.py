@@ -79,13 +79,12 @@ def load_history(path: Path, predictor: Predictor, *, signature: str) -> None:
     """
     try:
         arrays = read_arrays(path, expected={"format_version", "signature"})
-        found = {name: arrays[name].tolist() for name in ("format_version", "signature")}
         wanted = {"format_version": FORMAT_VERSION, "signature": signature}
         for name, value in wanted.items():
-            if found[name] != value:
+            found = arrays[name].tolist()
+            if found != value:
                 raise TraceError(
-                    f"{path}: not a history of this model: {name} {found[name]!r}, "
-                    f"expected {value!r}"
+                    f"{path}: not a history of this model: {name} {found!r}, expected {value!r}"
                 )
         _restore(predictor, arrays)
     except TraceError:
