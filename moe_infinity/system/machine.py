@@ -234,8 +234,7 @@ def yield_address() -> int:
     """The address of the C function that yields a core to other threads; 0: none is known."""
     if not linux.is_linux():
         return 0
-    function = getattr(ctypes.CDLL(None), "sched_yield", None)
-    return (ctypes.cast(function, ctypes.c_void_p).value or 0) if function is not None else 0
+    return ctypes.cast(linux.libc().sched_yield, ctypes.c_void_p).value or 0
 
 
 def socket_timeout(seconds: float) -> bytes:
