@@ -83,11 +83,10 @@ class LayerComputer:
         )
         self.by_slots: SlotBackend | None = None  # of a GPU, see kernel_trial.py
         self.by_kernels: FusedBackend | None = None  # of a CPU; None: none reads these experts
-        uses_kernels = on_cpu and not is_exact
         experts: Verdict[FusedExperts] = FellBack(
             "transformers' bits were asked for" if is_exact else "not on the CPU"
         )
-        if uses_kernels:
+        if on_cpu and not is_exact:
             experts = fused_layer(layer, recipes)
         if isinstance(experts, Found):
             self.by_kernels = FusedBackend(
