@@ -100,11 +100,7 @@ class Report:
             "preload": asdict(self.preload),
             "evictions": self.evictions,
             "tiers": {
-                t.tier: {
-                    "experts": t.experts,
-                    "capacity": t.capacity,
-                    "capacity_bytes": t.capacity_bytes,
-                }
+                t.tier: {name: number for name, number in asdict(t).items() if name != "tier"}
                 for t in self.tiers
             },
             "paths": [path.as_dict() for path in self.paths],
