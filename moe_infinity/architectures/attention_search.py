@@ -37,13 +37,7 @@ from moe_infinity.architectures.trial import (
     is_close,
     verdict,
 )
-from moe_infinity.kernels.cpu.decoder import (
-    HALVES,
-    NEIGHBOURS,
-    Attention,
-    DecoderKernel,
-    Router,
-)
+from moe_infinity.kernels.cpu.decoder import HALVES, NEIGHBOURS, Attention, DecoderKernel, Router
 from moe_infinity.kernels.cpu.decoder_steps import Attended, Cached, DecoderSteps
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")

@@ -34,11 +34,7 @@ from moe_infinity.architectures.model_parts import (
     feed_forward,
     router_of,
 )
-from moe_infinity.architectures.trial import (
-    FellBack,
-    Found,
-    Verdict,
-)
+from moe_infinity.architectures.trial import FellBack, Found, Verdict
 from moe_infinity.kernels.cpu.decoder import Gate
 from moe_infinity.kernels.reference import Activation
 

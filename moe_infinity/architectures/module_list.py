@@ -23,11 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from moe_infinity.architectures.adapters import (
-    ExpertsModule,
-    MoeLayer,
-    without_gradient,
-)
+from moe_infinity.architectures.adapters import ExpertsModule, MoeLayer, without_gradient
 from moe_infinity.architectures.module_state import CHANGES_NOTHING
 from moe_infinity.architectures.outside_interface import OneModuleEach
 from moe_infinity.errors import UnsupportedModelError

@@ -18,12 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moe_infinity.architectures.adapters import (
-    Adapter,
-    ExpertsModule,
-    MoeLayer,
-    ParameterLocation,
-)
+from moe_infinity.architectures.adapters import Adapter, ExpertsModule, MoeLayer, ParameterLocation
 from moe_infinity.experts import NO_EXPERT
 from moe_infinity.kernels.reference import PlainMlp
 

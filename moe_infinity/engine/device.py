@@ -16,12 +16,7 @@ from moe_infinity.config import OffloadConfig
 from moe_infinity.errors import ConfigError, OutOfMemory
 from moe_infinity.layout import WeightLayout
 from moe_infinity.memory.cuda import CudaDevice, open_cuda_device
-from moe_infinity.memory.device import (
-    SLOT_ALIGNMENT,
-    DeviceSlots,
-    num_device_slots,
-    round_up,
-)
+from moe_infinity.memory.device import SLOT_ALIGNMENT, DeviceSlots, num_device_slots, round_up
 from moe_infinity.memory.room import ProcessMemory
 from moe_infinity.sizes import format_bytes
 
