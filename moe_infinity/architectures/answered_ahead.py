@@ -12,6 +12,7 @@ that it had. Otherwise the answer is dropped and the module's own code runs.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Hashable
 from typing import Generic, NamedTuple, TypeVar
 
@@ -22,19 +23,21 @@ Answer = TypeVar("Answer")
 
 
 class TensorVersion(NamedTuple):
-    """A tensor as it is now. torch counts every change in place as a new version."""
+    """A tensor as it is now, without keeping it: of a long prompt it would take memory until the
+    next one. torch counts every change in place as a new version.
+    """
 
-    x: Tensor
+    x: weakref.ref[Tensor]
     version: int
 
     @classmethod
     def of(cls, x: Tensor) -> TensorVersion | None:
         """None for tensors of torch.inference_mode, which count no versions."""
-        return None if x.is_inference() else cls(x, x._version)
+        return None if x.is_inference() else cls(weakref.ref(x), x._version)
 
     def is_of(self, x: Tensor) -> bool:
         """Return True if `x` is the very tensor, and was not changed since."""
-        return x is self.x and x._version == self.version
+        return x is self.x() and x._version == self.version
 
 
 class AnsweredAhead(Generic[Module, Answer]):

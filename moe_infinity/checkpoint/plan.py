@@ -40,6 +40,7 @@ from moe_infinity.checkpoint.packing import Format, PackedTensor
 from moe_infinity.checkpoint.recipe import Recipe, Source
 from moe_infinity.errors import CheckpointError, UnsupportedModelError
 from moe_infinity.memory.needs import StepBytes
+from moe_infinity.memory.part_bytes import PartBytes, part_bytes_of
 
 SHARED_EXPERT = re.compile(r"\.shared?_(experts?|mlp)\b")
 TOP_K_NAMES = (
@@ -64,6 +65,7 @@ class Plan:
     packing: str | None  # how the checkpoint is quantized
     dense: dict[str, StoredTensor | PackedTensor]  # what belongs to no expert
     header_bytes: int  # read to know all this
+    part_bytes: PartBytes  # that a layer allocates beside attention and experts
     row_bytes: int = 0  # of packed embeddings in `dense`, which a CPU reads by row
 
     @property
@@ -89,6 +91,7 @@ class Plan:
             item_bytes=getattr(torch, layout.params[0].dtype).itemsize,
             kv_dtype=kv_dtype,
             is_exact=is_exact,
+            part=self.part_bytes,
         )
 
     @property
@@ -204,6 +207,7 @@ def plan_experts(model: Any, contents: Contents) -> Plan:
         packing=contents.packing,
         dense=dense,
         header_bytes=contents.header_bytes,
+        part_bytes=part_bytes_of(model, [layer.name for layer in layers]),
     )
 
 

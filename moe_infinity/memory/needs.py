@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from moe_infinity.kernels.kv_rows import SCALE_BYTES
+from moe_infinity.memory.part_bytes import PartBytes
 from moe_infinity.sizes import format_bytes
 
 NO_KEYS = ("linear_attention", "mamba", "conv", "moe", "mlp")  # layers that keep no token
@@ -108,18 +109,20 @@ class StepBytes:
     per_token: int
     per_context: int  # of a token that is looked at: while a layer attends, it is unpacked
     per_earlier: int  # of one that a prompt's pass finds: its keys and values, for each query head
-    experts_per_token: int  # of these, while a layer's experts compute
+    layer_per_token: int  # of these, in one layer: of its experts, or of another part
     per_pair: int  # of a token and one that it looks at
     is_causal: bool  # a pass that nothing came before needs nothing by pair
     logits: int
+    least: int  # of a prompt's pass beside these
 
     @classmethod
     def of(
         cls, config: Any, *, top_k: int, expert_params: int, item_bytes: int, kv_dtype: str,
-        is_exact: bool,
+        is_exact: bool, part: PartBytes,
     ) -> StepBytes:  # fmt: skip
         """For each of a token's experts there is its output in float32 or, where torch computes,
-        its input, its output and what is between. Attention makes a mask; where the module's own
+        its input, its output and what is between. `part` is the hungriest of the other parts of a
+        layer, which compute before experts do. Attention makes a mask; where the module's own
         code attends (`is_exact`), also numbers of it and keys and values for each query head or,
         where it is not fused, all scores. Torch fuses none whose values are narrower than its keys.
         """
@@ -128,19 +131,21 @@ class StepBytes:
         both = FLOAT32_BYTES + item_bytes  # our kernels take a copy in float32
         width = expert_params // (3 * max(widths.model, 1))  # without a gate it is 2 F / 3
         experts = 2 * item_bytes * top_k * (widths.model + 2 * width)
+        most = max(experts, part.per_token)
         rest = both * (3 * widths.model + 2 * widths.queries + widths.keys)
         latent = _number(text, "kv_lora_rank")
         repeated = widths.queries if is_exact or latent else 0
         is_fused = config._attn_implementation not in (None, "eager") and not (latent and is_exact)
         return cls(
             kv=kv_bytes_of(config, item_bytes, kv_dtype),
-            per_token=int(SAFETY * (experts + rest)),
+            per_token=int(SAFETY * (most + rest)),
             per_context=0 if kv_dtype == "auto" else both * widths.keys,
             per_earlier=int(SAFETY * item_bytes * (widths.keys + 2 * repeated)),
-            experts_per_token=experts,
+            layer_per_token=int(SAFETY * most),
             per_pair=(both if is_exact else MASK_BYTES) if is_fused else 2 * both * widths.heads,
             is_causal=is_fused and not _number(text, "sliding_window"),
             logits=FLOAT32_BYTES * _number(text, "vocab_size"),
+            least=int(SAFETY * part.least),
         )
 
     def of_pass(self, num_tokens: int, context: int) -> int:
@@ -148,7 +153,7 @@ class StepBytes:
         the last; without their keys and values.
         """
         of_earlier = self.per_earlier * max(context - num_tokens, 0)
-        return of_earlier + self.of_decode_step(num_tokens, context)
+        return of_earlier + max(self.of_decode_step(num_tokens, context), self.least)
 
     def of_decode_step(self, num_tokens: int, context: int) -> int:
         """The same for tokens that are each the next of an answer. Kernels compute their attention,

@@ -139,11 +139,13 @@ class Room:
             self._tier.table.restore(max(spare - kept_free, 0) // self._tier.slots.slot_bytes)
 
     def make_for_layer(self, num_tokens: int) -> None:
-        """The same before a layer's experts compute so many tokens of a prompt: what was taken so
-        far may be more than was thought.
+        """The same before a layer's experts compute so many tokens of a prompt, and the next layer
+        after them: what was taken so far may be more than was thought.
         """
         if self.needs is not None:
-            self.keep_free(num_tokens * self.needs.experts_per_token)
+            needs = num_tokens * self.needs.layer_per_token
+            self._trim_for(needs)
+            self.keep_free(needs)
 
     def keep_free(self, num_bytes: int) -> int:
         """Give back slots until so many bytes are free, and return how many more there were."""

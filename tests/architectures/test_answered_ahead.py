@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import torch
 
 from moe_infinity.architectures.answered_ahead import AnsweredAhead, TensorVersion
@@ -35,6 +37,16 @@ def test_answer_is_not_kept_for_tensors_that_count_no_versions():
         answers.put(0, x, 7)
     assert TensorVersion.of(x) is None
     assert answers.take(0, x) is None
+
+
+def test_a_tensor_is_not_kept_for_the_next_call():
+    answers: AnsweredAhead[int, int] = AnsweredAhead()
+    x = torch.ones(2)
+    answers.put(0, x, 7)
+    kept = weakref.ref(x)
+    del x
+    assert kept() is None
+    assert answers.take(0, torch.ones(2)) is None
 
 
 def test_clear_drops_all_answers():

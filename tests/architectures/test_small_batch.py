@@ -4,6 +4,7 @@ to rounding.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 from unittest.mock import Mock
@@ -136,6 +137,16 @@ def test_a_layer_that_is_called_twice_joins_its_group_once(products):
         for linear in (first, twice, twice):
             assert distance(siblings.forward(linear, x), linear(x)) < 1e-4
     assert products == [2, 1]
+
+
+@torch.no_grad()
+def test_the_input_of_a_prompt_is_not_kept_until_the_next_one(layers):
+    _, small = layers
+    x = torch.randn(1, 2, 64)
+    kept = weakref.ref(x)
+    small(x)
+    del x
+    assert kept() is None
 
 
 def test_a_layer_that_is_left_out_once_does_not_get_an_old_product(layers):

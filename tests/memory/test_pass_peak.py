@@ -12,6 +12,7 @@ from transformers.cache_utils import DynamicCache
 from moe_infinity.architectures.attention_inputs import cache_parameter
 from moe_infinity.architectures.small_batch import SmallBatchSteps
 from moe_infinity.memory.needs import StepBytes
+from moe_infinity.memory.part_bytes import PartBytes
 from moe_infinity.system.memory import return_free_memory
 
 NUM_KNOWN = 6000
@@ -61,6 +62,7 @@ def test_a_pass_behind_a_known_prefix_takes_no_more_than_was_estimated(
         item_bytes=dtype.itemsize,
         kv_dtype="auto",
         is_exact=is_exact,
+        part=PartBytes(),
     )
     steps = None if is_exact else SmallBatchSteps(model, None, "auto")
     ids = torch.zeros(1, num_new, dtype=torch.long)

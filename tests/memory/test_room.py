@@ -28,10 +28,11 @@ NEEDS = StepBytes(
     per_token=2 * MIB,
     per_context=0,
     per_earlier=0,
-    experts_per_token=MIB,
+    layer_per_token=MIB,
     per_pair=0,
     is_causal=True,
     logits=0,
+    least=0,
 )
 on_linux = pytest.mark.skipif(not linux.is_linux(), reason="only Linux takes single slots")
 
