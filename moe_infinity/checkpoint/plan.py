@@ -49,7 +49,6 @@ TOP_K_NAMES = (
 )  # fmt: skip
 
 FLOATS = ("F64", "F32", "F16", "BF16")
-
 Weights = dict[str, StoredTensor | PackedTensor]  # by name in the checkpoint
 
 

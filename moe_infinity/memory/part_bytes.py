@@ -1,5 +1,5 @@
-"""What the parts of a layer need while they compute, found by running them on the meta device: how
-many copies of its numbers a linear attention or a Mamba makes, no config says.
+"""The memory that parts of a layer need while they compute, found by running them on the meta
+device: no config says how many copies of its numbers a linear attention or a Mamba makes.
 """
 
 from __future__ import annotations
