@@ -138,7 +138,7 @@ def block_of(weight: WeightLayout) -> Block | None:
         grid = grid[1], grid[0]
     else:
         zeros = -(-rows // NIBBLES), grid[1]
-        fits = weight.zeros is None or block[0] == 1
+        fits = weight.groups is None and (weight.zeros is None or block[0] == 1)
     fits &= without_ones(scale.shape) == without_ones(grid)
     fits &= weight.zeros is None or weight.zeros.shape == zeros
     groups = weight.groups

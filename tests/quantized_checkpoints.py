@@ -135,71 +135,92 @@ def pack_nvfp4_packed(weight: Tensor) -> Parts:
     }
 
 
-def to_nibbles(weight: Tensor, groups: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Nibbles [R, C], zeros [R, G] and scales [R, G] of `dtype`; `groups` [C] is each column's."""
+def to_numbers(
+    weight: Tensor, groups: Tensor, dtype: torch.dtype, bits: int = 4
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Numbers [R, C], zeros [R, G] and scales [R, G] of `dtype`; `groups` [C] is each column's."""
     grid = weight.shape[0], int(groups.max()) + 1
-    nibbles, zeros, scales = torch.zeros(weight.shape), torch.zeros(grid), torch.zeros(grid)
+    top = 2**bits - 1
+    numbers, zeros, scales = torch.zeros(weight.shape), torch.zeros(grid), torch.zeros(grid)
     for group in range(grid[1]):
         columns = groups == group
         part = weight[:, columns].float()
         low, high = part.amin(1).clamp(max=0), part.amax(1).clamp(min=0)
-        scales[:, group] = ((high - low) / 15).to(dtype)
-        zeros[:, group] = (-low / scales[:, group]).round().clamp(1, 15)
+        scales[:, group] = ((high - low) / top).to(dtype)
+        zeros[:, group] = (-low / scales[:, group]).round().clamp(1, top)
         steps = part / scales[:, group, None] + zeros[:, group, None]
-        nibbles[:, columns] = steps.round().clamp(0, 15)
-    return nibbles.int(), zeros.int(), scales.to(dtype)
+        numbers[:, columns] = steps.round().clamp(0, top)
+    return numbers.int(), zeros.int(), scales.to(dtype)
 
 
 def in_order(num_columns: int) -> Tensor:
     return torch.arange(num_columns, dtype=torch.int32) // GROUP
 
 
-def to_words(nibbles: Tensor, dim: int, order: tuple[int, ...] = tuple(range(8))) -> Tensor:
-    """int32 words of 8 nibbles that are neighbours along `dim`; the last word is filled with 0."""
-    nibbles = nibbles.movedim(dim, -1).long()
-    nibbles = torch.nn.functional.pad(nibbles, (0, -nibbles.shape[-1] % 8))
-    words = torch.zeros(*nibbles.shape[:-1], nibbles.shape[-1] // 8, dtype=torch.int64)
-    for place, column in enumerate(order):
-        words |= nibbles[..., column::8] << 4 * place
+def to_words(
+    numbers: Tensor, dim: int, bits: int = 4, order: tuple[int, ...] | None = None
+) -> Tensor:
+    """int32 words of numbers that are neighbours along `dim`; the last word is filled with 0."""
+    per_word = 32 // bits
+    numbers = numbers.movedim(dim, -1).long()
+    numbers = torch.nn.functional.pad(numbers, (0, -numbers.shape[-1] % per_word))
+    words = torch.zeros(*numbers.shape[:-1], numbers.shape[-1] // per_word, dtype=torch.int64)
+    for place, column in enumerate(order or range(per_word)):
+        words |= numbers[..., column::per_word] << bits * place
     words = torch.where(words >= 2**31, words - 2**32, words)
     return words.to(torch.int32).movedim(-1, dim).contiguous()
 
 
-def pack_int4(weight: Tensor, *, is_symmetric: bool) -> Parts:
-    groups = in_order(weight.shape[1])
-    if is_symmetric:
-        largest = weight.float().abs().view(len(weight), -1, GROUP).amax(2)
-        scales = (largest / 7.5).bfloat16()
-        steps = weight.float() / scales.float()[:, groups]
-        nibbles, zeros = steps.round().clamp(-8, 7).int() + 8, None
-    else:
-        nibbles, zeros, scales = to_nibbles(weight, groups, torch.bfloat16)
-    parts = {
-        ".weight_packed": to_words(nibbles, 1),
-        ".weight_scale": scales,
-        ".weight_shape": torch.tensor(weight.shape),
-    }
-    return parts if zeros is None else parts | {".weight_zero_point": to_words(zeros, 0)}
-
-
-def pack_gptq(weight: Tensor, *, stored_less: int, has_act_order: bool) -> Parts:
+def pack_ints(
+    weight: Tensor, *, is_symmetric: bool, bits: int = 4, has_act_order: bool = False
+) -> Parts:
     groups = in_order(weight.shape[1])
     if has_act_order:
         groups = groups[torch.randperm(len(groups))]
-    nibbles, zeros, scales = to_nibbles(weight, groups, torch.float16)
+    if is_symmetric:
+        half = 2 ** (bits - 1)
+        largest = weight.float().abs().view(len(weight), -1, GROUP).amax(2)
+        scales = (largest / (half - 0.5)).bfloat16()
+        steps = weight.float() / scales.float()[:, groups]
+        numbers, zeros = steps.round().clamp(-half, half - 1).int() + half, None
+    else:
+        numbers, zeros, scales = to_numbers(weight, groups, torch.bfloat16, bits)
+    parts = {
+        ".weight_packed": to_words(numbers, 1, bits),
+        ".weight_scale": scales,
+        ".weight_shape": torch.tensor(weight.shape),
+    }
+    if zeros is not None:
+        parts[".weight_zero_point"] = to_words(zeros, 0, bits)
+    return parts | {".weight_g_idx": groups} if has_act_order else parts
+
+
+def pack_gptq(
+    weight: Tensor, *, stored_less: int, has_act_order: bool = False, bits: int = 4
+) -> Parts:
+    groups = in_order(weight.shape[1])
+    if has_act_order:
+        groups = groups[torch.randperm(len(groups))]
+    numbers, zeros, scales = to_numbers(weight, groups, torch.float16, bits)
     return {
-        ".qweight": to_words(nibbles.t(), 0),
-        ".qzeros": to_words(zeros.t() - stored_less, 1),
+        ".qweight": to_words(numbers.t(), 0, bits),
+        ".qzeros": to_words(zeros.t() - stored_less, 1, bits),
         ".scales": scales.t().contiguous(),
         ".g_idx": groups,
     }
 
 
+def pack_auto_round(weight: Tensor) -> Parts:
+    """Without an index; attention has 8 bits, and experts, of which one side is 96, have 4."""
+    parts = pack_gptq(weight, stored_less=1, bits=4 if 96 in weight.shape else 8)
+    return {suffix: part for suffix, part in parts.items() if suffix != ".g_idx"}
+
+
 def pack_awq(weight: Tensor) -> Parts:
-    nibbles, zeros, scales = to_nibbles(weight, in_order(weight.shape[1]), torch.float16)
+    nibbles, zeros, scales = to_numbers(weight, in_order(weight.shape[1]), torch.float16)
     return {
-        ".qweight": to_words(nibbles.t(), 1, AWQ_COLUMNS),
-        ".qzeros": to_words(zeros.t(), 1, AWQ_COLUMNS),
+        ".qweight": to_words(nibbles.t(), 1, order=AWQ_COLUMNS),
+        ".qzeros": to_words(zeros.t(), 1, order=AWQ_COLUMNS),
         ".scales": scales.t().contiguous(),
     }
 
@@ -250,7 +271,16 @@ DEEPSEEK = {
     "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",
     "weight_block_size": [128, 128], "modules_to_not_convert": ["lm_head", "mlp.gate"],
 }  # fmt: skip
-GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "sym": False, "desc_act": False}
+GPTQ = {
+    "quant_method": "gptq", "checkpoint_format": "gptq", "bits": 4, "group_size": GROUP,
+    "sym": False, "desc_act": False,
+}  # fmt: skip
+AUTO_ROUND = {
+    "quant_method": "auto-round", "packing_format": "auto_round:auto_gptq", "bits": 4,
+    "group_size": GROUP, "sym": False, "data_type": "int", "autoround_version": "0.9.0",
+    "block_name_to_quantize": "model.layers",
+    "extra_config": {".*self_attn.*": {"bits": 8}, ".*mlp\\.gate.*": {"bits": 16}},
+}  # fmt: skip
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"}
 MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["self_attn", "mlp.router", "lm_head"]}
 
@@ -266,12 +296,29 @@ CHECKPOINTS: dict[str, Recipe] = {
     "int4 symmetric": (
         QWEN3_MOE,
         compressed_tensors_config("pack-quantized", **INT4),
-        lambda w: pack_int4(w, is_symmetric=True),
+        lambda w: pack_ints(w, is_symmetric=True),
     ),
     "int4 asymmetric": (
         QWEN3_MOE,
         compressed_tensors_config("pack-quantized", **INT4 | {"symmetric": False}),
-        lambda w: pack_int4(w, is_symmetric=False),
+        lambda w: pack_ints(w, is_symmetric=False),
+    ),
+    "int8 symmetric": (
+        QWEN3_MOE,
+        compressed_tensors_config("pack-quantized", **INT4 | {"num_bits": 8}),
+        lambda w: pack_ints(w, is_symmetric=True, bits=8),
+    ),
+    "int8 asymmetric": (
+        QWEN3_MOE,
+        compressed_tensors_config("pack-quantized", **INT4 | {"num_bits": 8, "symmetric": False}),
+        lambda w: pack_ints(w, is_symmetric=False, bits=8),
+    ),
+    "int4 with act-order": (
+        QWEN3_MOE,
+        compressed_tensors_config(
+            "pack-quantized", **INT4 | {"symmetric": False, "actorder": "group"}
+        ),
+        lambda w: pack_ints(w, is_symmetric=False, has_act_order=True),
     ),
     "fp8 per channel": (
         QWEN3_MOE,
@@ -304,11 +351,13 @@ CHECKPOINTS: dict[str, Recipe] = {
         compressed_tensors_config("nvfp4-pack-quantized", **FP4 | NV),
         pack_nvfp4_packed,
     ),
-    "gptq": (
+    "gptq": (QWEN3_MOE, GPTQ, lambda w: pack_gptq(w, stored_less=1)),
+    "gptq of 8 bits": (
         QWEN3_MOE,
-        GPTQ | {"checkpoint_format": "gptq"},
-        lambda w: pack_gptq(w, stored_less=1, has_act_order=False),
+        GPTQ | {"bits": 8},
+        lambda w: pack_gptq(w, stored_less=1, bits=8),
     ),
+    "auto-round": (QWEN3_MOE, AUTO_ROUND, pack_auto_round),
     "gptq_v2 with act-order": (
         QWEN3_MOE,
         GPTQ | {"checkpoint_format": "gptq_v2", "desc_act": True},

@@ -78,12 +78,15 @@ def unpack_pairs(parts: Parts, config: dict[str, Any]) -> Tensor:
     return out
 
 
-def nibbles_of(words: Tensor, dim: int, order: tuple[int, ...] = tuple(range(8))) -> Tensor:
+def numbers_of(
+    words: Tensor, dim: int, bits: int = 4, order: tuple[int, ...] | None = None
+) -> Tensor:
+    per_word = 32 // bits
     words = words.movedim(dim, -1)
-    nibbles = torch.zeros(*words.shape[:-1], 8 * words.shape[-1], dtype=torch.int32)
-    for place, column in enumerate(order):
-        nibbles[..., column::8] = words // 2 ** (4 * place) % 16
-    return nibbles.movedim(-1, dim)
+    numbers = torch.zeros(*words.shape[:-1], per_word * words.shape[-1], dtype=torch.int32)
+    for place, column in enumerate(order or range(per_word)):
+        numbers[..., column::per_word] = words // 2 ** (bits * place) % 2**bits
+    return numbers.movedim(-1, dim)
 
 
 def unpack_groups(nibbles: Tensor, zeros: Tensor, scales: Tensor, groups: Tensor) -> Tensor:
@@ -95,25 +98,32 @@ def unpack_groups(nibbles: Tensor, zeros: Tensor, scales: Tensor, groups: Tensor
     return out.bfloat16()
 
 
-def unpack_int4(parts: Parts, config: dict[str, Any]) -> Tensor:
+def unpack_ints(parts: Parts, config: dict[str, Any]) -> Tensor:
     rows, columns = parts[".weight_shape"].tolist()
+    bits = config["config_groups"]["group_0"]["weights"]["num_bits"]
     scales = parts[".weight_scale"]
-    zeros = torch.full(scales.shape, 8)
+    zeros = torch.full(scales.shape, 2 ** (bits - 1))
     if ".weight_zero_point" in parts:
-        zeros = nibbles_of(parts[".weight_zero_point"], 0)[:rows]
-    nibbles = nibbles_of(parts[".weight_packed"], 1)[:, :columns]
-    return unpack_groups(nibbles, zeros, scales, in_order(columns))
+        zeros = numbers_of(parts[".weight_zero_point"], 0, bits)[:rows]
+    numbers = numbers_of(parts[".weight_packed"], 1, bits)[:, :columns]
+    return unpack_groups(numbers, zeros, scales, parts.get(".weight_g_idx", in_order(columns)))
 
 
 def unpack_gptq(parts: Parts, config: dict[str, Any]) -> Tensor:
-    zeros = nibbles_of(parts[".qzeros"], 1).t() + (config["checkpoint_format"] == "gptq")
-    nibbles = nibbles_of(parts[".qweight"], 0).t()
-    return unpack_groups(nibbles, zeros, parts[".scales"].t(), parts[".g_idx"])
+    bits = 32 * parts[".qzeros"].shape[1] // parts[".scales"].shape[1]
+    zeros = numbers_of(parts[".qzeros"], 1, bits).t() + (config["checkpoint_format"] == "gptq")
+    numbers = numbers_of(parts[".qweight"], 0, bits).t()
+    groups = parts.get(".g_idx", in_order(numbers.shape[1]))
+    return unpack_groups(numbers, zeros, parts[".scales"].t(), groups)
+
+
+def unpack_auto_round(parts: Parts, config: dict[str, Any]) -> Tensor:
+    return unpack_gptq(parts, {"checkpoint_format": "gptq"})
 
 
 def unpack_awq(parts: Parts, config: dict[str, Any]) -> Tensor:
-    nibbles = nibbles_of(parts[".qweight"], 1, AWQ_COLUMNS).t()
-    zeros = nibbles_of(parts[".qzeros"], 1, AWQ_COLUMNS).t()
+    nibbles = numbers_of(parts[".qweight"], 1, order=AWQ_COLUMNS).t()
+    zeros = numbers_of(parts[".qzeros"], 1, order=AWQ_COLUMNS).t()
     return unpack_groups(nibbles, zeros, parts[".scales"].t(), in_order(nibbles.shape[1]))
 
 
@@ -128,7 +138,10 @@ def unpack_mxfp4(parts: Parts, config: dict[str, Any]) -> Tensor:
     return out.flatten(2).transpose(1, 2).bfloat16().contiguous()
 
 
-UNPACK = {"mxfp4": unpack_mxfp4, "fp8": unpack_fp8, "gptq": unpack_gptq, "awq": unpack_awq}
+UNPACK = {
+    "mxfp4": unpack_mxfp4, "fp8": unpack_fp8, "gptq": unpack_gptq, "awq": unpack_awq,
+    "auto-round": unpack_auto_round,
+}  # fmt: skip
 
 
 def dequantized(folder: Path, into: Path) -> Path:
@@ -151,7 +164,7 @@ def _unpacker_of(parts: Parts, method: str) -> Callable[[Parts, dict[str, Any]],
     if values is not None and values.dtype in (torch.uint8, torch.int8):
         return unpack_pairs
     if ".weight_packed" in parts:
-        return unpack_int4
+        return unpack_ints
     if ".weight_scale" in parts and parts[".weight_scale"].dtype == torch.uint8:
         return unpack_mxfp8
     return UNPACK.get(method, unpack_fp8)

@@ -10,6 +10,7 @@ kernels/unpack.py. No transformers here.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from moe_infinity.checkpoint.float_formats import (
@@ -22,10 +23,17 @@ from moe_infinity.checkpoint.float_formats import (
     fp8_format,
     mxfp4_format,
 )
-from moe_infinity.checkpoint.packing import Format, PartFormat, PartShapes, Shape, WeightFormat
+from moe_infinity.checkpoint.packing import Format, PartFormat, PartShapes, WeightFormat
 from moe_infinity.errors import UnsupportedModelError
 from moe_infinity.kernels import unpack
-from moe_infinity.layout import NIBBLES, Block, Unpack
+from moe_infinity.kernels.word_shapes import (
+    GPTQ_BITS,
+    Width,
+    measure_awq,
+    measure_gptq,
+    measure_ints,
+)
+from moe_infinity.layout import Block, Unpack
 
 INT32 = frozenset({"I32"})
 INDICES = frozenset({"I32", "I64"})
@@ -36,6 +44,20 @@ MODELOPT_ALGORITHMS = (
     "MIXED_PRECISION",
 )  # fmt: skip
 
+AUTO_ROUND = {  # packing_format: which method, or checkpoint_format of GPTQ, packs alike
+    "auto": "gptq", "auto_round:auto_gptq": "gptq", "auto_round:gptq": "gptq",
+    "auto_round:gptq:exllamav2": "gptq", "auto_round": "gptq_v2", "auto_round:exllamav2": "gptq_v2",
+    "auto_round:gptqmodel": "gptq_v2", "auto_round:auto_awq": "awq", "auto_round:awq": "awq",
+    "auto_round:llm_compressor": "compressed-tensors", "auto_round:fp8_static": "fp8",
+}  # fmt: skip
+OF_INTS = ("int", "int_sym", "int_asym")
+DATA_TYPES = {
+    "gptq": OF_INTS, "gptq_v2": OF_INTS, "awq": OF_INTS, "fp8": ("fp", "fp8", "fp8_e4m3"),
+    "compressed-tensors": (
+        "mx_fp", "mx_fp4", "mx_fp8", "mx_fp_rceil", "nv_fp", "nv_fp4", "nv_fp4_with_static_gs",
+    ),
+}  # fmt: skip
+BY_INDEX = ("group", "dynamic", True)  # actorder with groups of columns in any order
 BITS = ("load_in_4bit", "load_in_8bit")  # switches of bitsandbytes
 Config = Mapping[str, Any]
 
@@ -54,6 +76,7 @@ def find_format(quantization_config: Config) -> Format:
     UnsupportedModelError.
     """
     method = str(quantization_config.get("quant_method") or "").lower().replace("_", "-")
+    method = method.removeprefix("intel/")
     if method.startswith("modelopt") or (not method and _has_algorithm(quantization_config)):
         method = "modelopt"
     if method not in FORMATS:
@@ -135,20 +158,28 @@ def _find_modelopt(config: Config) -> tuple[WeightFormat, ...]:
 def _find_compressed_tensors(config: Config) -> tuple[WeightFormat, ...]:
     """Any mix of the formats; which weight has which is told by its tensors."""
     blocks = []
+    widths = []
     for group in (config.get("config_groups") or {}).values():
         if (weights := group.get("weights")) is None:
             continue
         _check_compressed_weights(weights, group.get("format") or config.get("format"))
         if (block := weights.get("block_structure")) is not None:
             blocks.append(_block(block))
+        if weights.get("type", "int") == "int":
+            size = -1 if weights.get("strategy") == "channel" else weights.get("group_size")
+            has_index = weights.get("actorder") in BY_INDEX
+            widths.append(Width(weights.get("num_bits", 8), size, has_index))
+    ints = _packed_ints(widths or [Width(4)])
     fp8 = fp8_format("_scale", blocks, name="float-quantized")
-    return _INT4, _INT8, fp8, NVFP4_PACKED, mxfp4_format("_packed", "_scale")
+    return ints, _INT8, fp8, NVFP4_PACKED, mxfp4_format("_packed", "_scale")
 
 
 def _check_compressed_weights(weights: Config, stored_format: object) -> None:
     kind = weights.get("type", "int"), weights.get("num_bits", 8), stored_format
+    is_packed = stored_format == "pack-quantized"
     strategies = {
         ("int", 4, "pack-quantized"): ("group", "channel", None),
+        ("int", 8, "pack-quantized"): ("group", "channel", None),
         ("int", 8, "int-quantized"): ("channel",),
         ("float", 8, "float-quantized"): ("tensor", "channel", "block", None),
         ("float", 8, "naive-quantized"): ("tensor", "channel", "block", None),
@@ -159,39 +190,31 @@ def _check_compressed_weights(weights: Config, stored_format: object) -> None:
     if kind not in strategies:
         raise _unsupported("compressed-tensors {2} of type {0} with {1} bits".format(*kind))
     _require("compressed-tensors", weights, "strategy", *strategies[kind], default=None)
-    _require(
-        "compressed-tensors", weights, "actorder", None, False, "weight", "static", default=None
-    )
-    if kind[:2] != ("int", 4):
+    orders = (None, False, "weight", "static", *(BY_INDEX if is_packed else ()))
+    _require("compressed-tensors", weights, "actorder", *orders, default=None)
+    if not is_packed:
         _require(f"compressed-tensors {kind[2]}", weights, "symmetric", True, default=True)
 
 
-def _measure_int4(shapes: PartShapes) -> Measured:
-    """A width that is no multiple of 8 is only in the values of weight_shape; no model has one."""
-    num_rows, num_words = shapes["values"]
-    shape = (num_rows, NIBBLES * num_words)
-    scales = shapes["scale"]
-    if len(scales) != 2 or scales[0] != num_rows or not scales[1] or shape[1] % scales[1]:
-        return None
-    if shapes.get("zeros") not in (None, (-(-num_rows // NIBBLES), scales[1])):
-        return None
-    return shape, (1, shape[1] // scales[1])
+def _packed_ints(widths: Sequence[Width]) -> WeightFormat:
+    """The format of integers of these widths; shapes tell which of them a weight has. It is called
+    NAME.weight as a rule; our own packer also packs one stacked over experts, which may be called
+    otherwise.
+    """
 
-
-# The weight is called NAME.weight as a rule; our own packer also packs one stacked over experts,
-# which may be called otherwise.
-_INT4 = WeightFormat(
-    "pack-quantized",
-    "int4",
-    (
-        PartFormat("values", "_packed", INT32),
-        PartFormat("scale", "_scale", FLOATS),
-        PartFormat("zeros", "_zero_point", INT32, is_optional=True),
-    ),
-    _measure_int4,
-    lambda p, _, dtype: unpack.int4_rows(p["values"], p["scale"], p.get("zeros"), dtype),
-    ignored=("weight_shape", *OF_ACTIVATIONS),
-)
+    return WeightFormat(
+        "pack-quantized",
+        "int4",
+        (
+            PartFormat("values", "_packed", INT32),
+            PartFormat("scale", "_scale", FLOATS),
+            PartFormat("zeros", "_zero_point", INT32, is_optional=True),
+            PartFormat("groups", "_g_idx", INDICES, is_optional=True),
+        ),
+        lambda shapes: measure_ints(shapes, widths),
+        unpack.int_rows,
+        ignored=("weight_shape", *OF_ACTIVATIONS),
+    )
 
 
 def _measure_int8(shapes: PartShapes) -> Measured:
@@ -210,7 +233,11 @@ _INT8 = WeightFormat(
 
 
 # What moe-infinity packs itself, by kind.
-PACKED_BY_US = {"int4": _INT4, "int8": _INT8, "fp8": fp8_format("_scale", [])}
+PACKED_BY_US = {
+    "int4": _packed_ints([Width(4)]),
+    "int8": _INT8,
+    "fp8": fp8_format("_scale", []),
+}
 
 
 # GPTQ and AWQ
@@ -218,46 +245,26 @@ PACKED_BY_US = {"int4": _INT4, "int8": _INT8, "fp8": fp8_format("_scale", [])}
 
 def _find_gptq(config: Config) -> tuple[WeightFormat, ...]:
     """AutoGPTQ and GPTQModel. The older checkpoint_format "gptq" stores zeros less one."""
-    _require("gptq", config, "bits", 4, default=None)
+    _require("gptq", config, "bits", *GPTQ_BITS, default=None)
     stored_format = str(config.get("checkpoint_format") or config.get("format") or "gptq").lower()
     if stored_format not in ("gptq", "gptq_v2"):
         raise _unsupported(f"gptq with checkpoint_format {stored_format!r}")
     is_in_order = config.get("desc_act") is False
+    sizes = {int(config.get("group_size") or 0)}
     for pattern, changes in (config.get("dynamic") or {}).items():
         if not pattern.startswith("-:"):  # those are left as they were
-            _require(f"gptq of {pattern}", changes, "bits", 4, default=4)
+            _require(f"gptq of {pattern}", changes, "bits", *GPTQ_BITS, default=4)
             is_in_order &= not changes.get("desc_act")
-    group_size = int(config.get("group_size") or 0)
-
-    def measure(shapes: PartShapes) -> Measured:
-        """No block where the last group is shorter, or columns are not known to be in order."""
-        if (shape := _gptq_shape(shapes)) is None:
-            return None
-        num_columns = shape[1]
-        num_groups = shapes["scale"][0]
-        size = num_columns if num_groups == 1 else group_size
-        in_order = is_in_order and num_columns == num_groups * size
-        return shape, (1, size) if in_order else None
-
+            sizes.add(int(changes.get("group_size") or 0))
     index = PartFormat("groups", ".g_idx", INDICES, is_optional=True)
-    adds_one = stored_format == "gptq"
     return (
         _words_format(
             stored_format,
-            measure,
-            lambda parts, _, dtype: unpack.gptq(parts, dtype, adds_one_to_zeros=adds_one),
+            lambda shapes: measure_gptq(shapes, sizes - {0}, is_in_order=is_in_order),
+            partial(unpack.gptq, adds_one_to_zeros=stored_format == "gptq"),
             index,
         ),
     )
-
-
-def _gptq_shape(shapes: PartShapes) -> Shape | None:
-    shape = NIBBLES * shapes["values"][0], shapes["values"][1]  # [C, R]
-    if not _fits_groups(shapes, shape):
-        return None
-    if (index := shapes.get("groups")) is None:
-        return shape[::-1] if shape[0] % shapes["scale"][0] == 0 else None
-    return shape[::-1] if index == shape[:1] else None
 
 
 def _find_awq(config: Config) -> tuple[WeightFormat, ...]:
@@ -269,29 +276,7 @@ def _find_awq(config: Config) -> tuple[WeightFormat, ...]:
     if version != "gemm":
         raise _unsupported(f"awq with version {version!r}")
     _require("awq", config, "zero_point", True, default=True)
-    return (_words_format("awq", _measure_awq, lambda p, _, dtype: unpack.awq(p, dtype)),)
-
-
-def _measure_awq(shapes: PartShapes) -> Measured:
-    num_columns = shapes["values"][0]
-    num_rows = NIBBLES * shapes["values"][1]
-    if not _fits_groups(shapes, (num_columns, num_rows)):
-        return None
-    size, rest = divmod(num_columns, shapes["scale"][0])
-    return None if rest else ((num_rows, num_columns), (1, size))
-
-
-def _fits_groups(shapes: PartShapes, shape_CR: tuple[int, int]) -> bool:
-    num_columns, num_rows = shape_CR
-    scales = shapes["scale"]
-    zeros = shapes["zeros"]
-    return (
-        len(scales) == 2
-        and 0 < scales[0] <= num_columns
-        and scales[1] == num_rows
-        and zeros == (scales[0], num_rows // NIBBLES)
-        and num_rows % NIBBLES == 0
-    )
+    return (_words_format("awq", measure_awq, lambda p, _, dtype: unpack.awq(p, dtype)),)
 
 
 def _words_format(name: str, measure: Any, unpack_one: Unpack, *more: PartFormat) -> WeightFormat:
@@ -302,6 +287,37 @@ def _words_format(name: str, measure: Any, unpack_one: Unpack, *more: PartFormat
         *more,
     )
     return WeightFormat(name, name, parts, measure, unpack_one, weight_suffix=".weight")
+
+
+def _find_auto_round(config: Config) -> tuple[WeightFormat, ...]:
+    """Intel's. Its packing_format, once called backend, says which other method packs alike, and
+    extra_config what differs, by names or patterns of modules.
+    """
+    named = config.get("packing_format") or config.get("backend") or "auto"
+    stored = "fp8" if config.get("data_type") == "fp" else AUTO_ROUND.get(named)
+    if stored is None:
+        raise _unsupported(f"auto-round with packing_format {named!r}")
+    for rotation in ("rotation_config", "spinquant_config"):
+        _require("auto-round", config, rotation, None, {}, default=None)
+    packed = {}
+    for name, changes in {"weights": {}, **(config.get("extra_config") or {})}.items():
+        scheme = {**config, **changes}
+        if scheme["bits"] >= 16:
+            continue
+        packed[name] = scheme
+        _require(f"auto-round of {name}", scheme, "data_type", *DATA_TYPES[stored], default="int")
+        if "int" in DATA_TYPES[stored]:
+            _require(f"auto-round of {name}", scheme, "act_bits", None, 16, 32, default=None)
+        if stored == "awq":
+            _require(f"auto-round of {name}", scheme, "bits", 4, default=None)
+    if stored == "awq":
+        return _find_awq({"bits": 4})
+    if stored == "fp8":
+        size = config.get("group_size")
+        return _find_fp8({"weight_block_size": size if isinstance(size, list) else None, **config})
+    if stored == "compressed-tensors":
+        return _find_compressed_tensors({})
+    return _find_gptq({**config, "checkpoint_format": stored, "desc_act": False, "dynamic": packed})
 
 
 class Method(NamedTuple):
@@ -319,10 +335,11 @@ FORMATS = {
     "mxfp4": Method("as gpt-oss is published", lambda config: (MXFP4_OF_GPT_OSS,)),
     "modelopt": Method("NVFP4, FP8, MXFP8 and MXFP4 of ModelOpt", _find_modelopt),
     "compressed-tensors": Method(
-        "pack-quantized int4 per group or channel, int-quantized int8 per channel, "
+        "pack-quantized int4 and int8 per group or channel, int-quantized int8 per channel, "
         "float-quantized fp8, mxfp8, nvfp4 and mxfp4",
         _find_compressed_tensors,
     ),
-    "gptq": Method("4 bits, checkpoint_format gptq or gptq_v2", _find_gptq),
+    "gptq": Method("2, 4 or 8 bits, checkpoint_format gptq or gptq_v2", _find_gptq),
     "awq": Method("4 bits, version gemm", _find_awq),
+    "auto-round": Method("packed as by GPTQ or AWQ; fp8, mxfp8, mxfp4, nvfp4", _find_auto_round),
 }

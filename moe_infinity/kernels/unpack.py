@@ -4,13 +4,13 @@ define the formats do, in few passes.
     fp8    float8 x scale, in float32, rounded once          transformers' Fp8Dequantize
     mxfp4  16 values x power of two, in bfloat16             transformers' Mxfp4Dequantize
     fp4    16 values x scale, in float32, rounded once       ModelOpt, compressed-tensors
-    int4   (nibble - zero) x scale, in the dtype of scale    compressed-tensors, GPTQ, AutoAWQ
+    words  (number - zero) x scale, in the dtype of scale    compressed-tensors, GPTQ, AutoAWQ
     int8   integer x scale, in the dtype of scale            compressed-tensors
     GGML   blocks that have their scales inside              gguf
 
-Nibbles are numbered from the lowest bits of a word, words are little-endian. Every function takes
-one weight; legend: R rows (outputs), C columns (inputs), G groups of columns, r x c a grid of
-blocks. tests/slow_unpack.py has the reference of each.
+Numbers of 2, 4 or 8 bits are counted from the lowest bits of a word, words are little-endian. Every
+function takes one weight; legend: R rows (outputs), C columns (inputs), G groups of columns, W
+words of N numbers, r x c a grid of blocks. tests/slow_unpack.py has the reference of each.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from moe_infinity.layout import Block, Parts, WeightLayout
 # Work in pieces that stay in a core's cache: 16 ms instead of 27-68 ms for 16.6 M MXFP4 values, one
 # core of an AMD EPYC.
 CHUNK_VALUES = 1 << 18
+WORD_BITS = 32
 ZERO_OF_SYMMETRIC = 8  # the nibble that stands for 0 where no zeros are stored
 # GGML's block formats, by the name of gguf.GGMLQuantizationType in lower case: how many weights a
 # block has, and how many bytes.
@@ -156,17 +157,20 @@ def _fp4_values(pairs_RB: Tensor) -> Tensor:
     return bits.view(torch.float16).to(torch.float32).mul_(2.0**14)
 
 
-def int4_rows(
-    packed_RW: Tensor, scales_RG: Tensor, zeros_WG: Tensor | None, dtype: torch.dtype
-) -> Tensor:
-    """compressed-tensors pack-quantized: a word is 8 neighbouring columns; zeros are packed along
-    rows. Gives [R, 8 W].
+def int_rows(parts: Parts, block: Block | None, dtype: torch.dtype) -> Tensor:
+    """compressed-tensors pack-quantized: values [R, W], a word being neighbouring columns, scale
+    [R, G], perhaps zeros [R / N, G] in words along rows, and groups [C]. Gives [R, C].
     """
-    if zeros_WG is None:
-        zeros_RG = torch.full_like(scales_RG, ZERO_OF_SYMMETRIC)
+    words_RW, scales_RG, groups_C = parts["values"], parts["scale"], parts.get("groups")
+    num_rows, num_groups = scales_RG.shape
+    num_columns = num_groups * block[1] if block else parts["groups"].numel()
+    bits = WORD_BITS * words_RW.shape[1] // num_columns
+    if (zeros_WG := parts.get("zeros")) is None:
+        zeros_RG = torch.full_like(scales_RG, 1 << (bits - 1))
     else:
-        zeros_RG = _nibbles(_transposed(zeros_WG)).t()[: len(packed_RW)]
-    return _apply_groups(packed_RW, _nibbles, zeros_RG, scales_RG, dtype)
+        zeros_RG = _numbers(_transposed(zeros_WG), bits).t()[:num_rows]
+    zeros_RG, scales_RG = _of_columns(groups_C, zeros_RG, scales_RG)
+    return _apply_groups(words_RW, partial(_numbers, bits=bits), zeros_RG, scales_RG, dtype)
 
 
 def int8_rows(weight_RC: Tensor, scales_R1: Tensor, dtype: torch.dtype) -> Tensor:
@@ -183,20 +187,37 @@ def int8_rows(weight_RC: Tensor, scales_R1: Tensor, dtype: torch.dtype) -> Tenso
     return out_RC
 
 
-def gptq(parts: dict[str, Tensor], dtype: torch.dtype, *, adds_one_to_zeros: bool) -> Tensor:
-    """values [C/8, R], zeros [G, R/8], scale [G, R], perhaps groups [C]; gives [R, C]."""
+def gptq(
+    parts: Parts, block: Block | None, dtype: torch.dtype, *, adds_one_to_zeros: bool
+) -> Tensor:
+    """values [C / N, R], zeros [G, R / N], scale [G, R], perhaps groups [C]; the last group may be
+    shorter than `block`. Gives [R, C].
+    """
     zeros_GW = parts["zeros"]
     scales_RG = parts["scale"].t()
+    num_rows, num_groups = scales_RG.shape
+    bits = WORD_BITS * zeros_GW.shape[1] // num_rows
     groups_C = parts.get("groups")
-    if adds_one_to_zeros:  # one to each nibble; a carry goes into the next, as in GPTQModel
-        zeros_GW = zeros_GW + 0x11111111
-    zeros_RG = _nibbles(zeros_GW).t()
-    if groups_C is not None and not _is_in_order(groups_C, scales_RG.shape[1]):
-        if groups_C.min() < 0 or groups_C.max() >= scales_RG.shape[1]:
-            raise CheckpointError(f"g_idx names groups beyond the {scales_RG.shape[1]} there are")
-        zeros_RG = zeros_RG.t()[groups_C].t()
-        scales_RG = scales_RG.t()[groups_C].t()
-    return _apply_groups(_transposed(parts["values"]), _nibbles, zeros_RG, scales_RG, dtype)
+    if groups_C is None and block is not None:
+        num_columns = WORD_BITS // bits * parts["values"].shape[0]
+        groups_C = torch.arange(num_columns, device=zeros_GW.device) // block[1]
+    if adds_one_to_zeros:  # one to each number; a carry goes into the next, as in GPTQModel
+        zeros_GW = zeros_GW + sum(1 << place for place in range(0, WORD_BITS, bits))
+    zeros_RG, scales_RG = _of_columns(groups_C, _numbers(zeros_GW, bits).t(), scales_RG)
+    words_RW = _transposed(parts["values"])
+    return _apply_groups(words_RW, partial(_numbers, bits=bits), zeros_RG, scales_RG, dtype)
+
+
+def _of_columns(
+    groups_C: Tensor | None, zeros_RG: Tensor, scales_RG: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Zeros and scales of each column, unless groups are runs of columns, all of one length."""
+    num_groups = scales_RG.shape[1]
+    if groups_C is None or _is_in_order(groups_C, num_groups):
+        return zeros_RG, scales_RG
+    if groups_C.min() < 0 or groups_C.max() >= num_groups:
+        raise CheckpointError(f"g_idx names groups beyond the {num_groups} there are")
+    return zeros_RG.t()[groups_C].t(), scales_RG.t()[groups_C].t()
 
 
 def awq(parts: dict[str, Tensor], dtype: torch.dtype) -> Tensor:
@@ -208,12 +229,12 @@ def awq(parts: dict[str, Tensor], dtype: torch.dtype) -> Tensor:
 
 def _apply_groups(
     words: Tensor,
-    nibbles_of: Callable[[Tensor], Tensor],
+    numbers_of: Callable[[Tensor], Tensor],
     zeros_RG: Tensor,
     scales_RG: Tensor,
     dtype: torch.dtype,
 ) -> Tensor:
-    """(nibble - zero) x scale, rounded to the dtype of the scale, then to `dtype`.
+    """(number - zero) x scale, rounded to the dtype of the scale, then to `dtype`.
 
     Computed in float32, where torch's CPU loops are fastest: the difference is exact in it, and the
     product rounded from it is that of the narrower dtypes.
@@ -224,12 +245,12 @@ def _apply_groups(
     )
     is_rounded_twice = scales_RG.dtype not in (torch.float32, dtype)
     rows_of_a_word = num_rows // len(words)
-    num_columns = words.numel() * words.element_size() * 2 // num_rows
+    num_columns = numbers_of(words[:1]).numel() // rows_of_a_word
     out_RC = torch.empty((num_rows, num_columns), dtype=dtype, device=words.device)
     step = _rows_of_a_chunk(words.device, len(words), rows_of_a_word * num_columns)
     for first in range(0, len(words), step):
         rows = slice(first * rows_of_a_word, (first + step) * rows_of_a_word)
-        values = nibbles_of(words[first : first + step]).to(torch.float32)
+        values = numbers_of(words[first : first + step]).to(torch.float32)
         grouped = values.view(len(values), num_groups, -1)
         grouped.sub_(zeros_RG1[rows]).mul_(scales_RG1[rows])
         if is_rounded_twice:
@@ -243,6 +264,15 @@ def _nibbles(words_RW: Tensor) -> Tensor:
     nibbles = words_RW.view(torch.uint8).to(torch.int16)
     nibbles = (nibbles << 4).bitwise_or_(nibbles).bitwise_and_(0x0F0F)
     return nibbles.view(torch.int8)
+
+
+def _numbers(words_RW: Tensor, bits: int) -> Tensor:
+    """[R, W] words -> [R, N W]: number k of word w is column N w + k."""
+    if bits == 4:
+        return _nibbles(words_RW)
+    places = torch.arange(0, 8, bits, dtype=torch.uint8, device=words_RW.device)
+    numbers = words_RW.view(torch.uint8).unsqueeze(2) >> places
+    return numbers.bitwise_and_((1 << bits) - 1).flatten(1)
 
 
 def _awq_words(words_CW: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from moe_infinity.errors import CheckpointError, UnsupportedModelError
 from moe_infinity.kernels import unpack
 from tests.compressed_tensors_package import compressor, scheme_of
 from tests.quantized_checkpoints import CHECKPOINTS, build, compressed_tensors_config
-from tests.slow_unpack import dequantized, nibbles_of, same_bits, unpack_fp8, unpack_groups
+from tests.slow_unpack import dequantized, numbers_of, same_bits, unpack_fp8, unpack_groups
 
 BFLOAT16 = torch.bfloat16
 STORED = {
@@ -92,7 +92,8 @@ def test_unpacking_gives_the_bits_of_the_slow_definition(folder, plain):
 
 
 def test_a_packed_weight_is_smaller_than_in_bfloat16(name, folder, plain):
-    largest = 0.6 if name.startswith(("fp8", "mxfp8")) else 0.4  # of bfloat16, scales included
+    has_8_bits = name.startswith(("fp8", "mxfp8", "int8", "gptq of 8", "auto-round"))
+    largest = 0.65 if has_8_bits else 0.4  # of bfloat16, scales included
     for packed in packed_weights(folder).values():
         num_bytes = sum(part.extent.num_bytes for _, part in packed.parts)
         assert num_bytes <= largest * plain[packed.name].numel() * 2
@@ -179,8 +180,8 @@ def test_blocks_cut_off_by_the_edge_are_where_the_config_says():
 
 @pytest.mark.filterwarnings("ignore")  # theirs
 @pytest.mark.parametrize(
-    "name", [name for name, c in CHECKPOINTS.items() if "config_groups" in c[1]]
-)
+    "name", [n for n, c in CHECKPOINTS.items() if "config_groups" in c[1] and "act-order" not in n]
+)  # groups in any order are read by the package up to 0.12
 def test_weights_are_those_of_compressed_tensors(name, tmp_path):
     config = CHECKPOINTS[name][1]
     theirs = compressor(config["format"])
@@ -229,8 +230,8 @@ def test_gptq_groups_may_be_of_unequal_length_or_in_any_order():
     tensors = gptq_parts()
     for groups in (torch.randint(0, 2, (64,)), (torch.arange(64) >= 40).int()):
         tensors["layer.g_idx"] = groups.to(torch.int32)
-        zeros = nibbles_of(tensors["layer.qzeros"], 1).t()
-        nibbles = nibbles_of(tensors["layer.qweight"], 0).t()
+        zeros = numbers_of(tensors["layer.qzeros"], 1).t()
+        nibbles = numbers_of(tensors["layer.qweight"], 0).t()
         expected = unpack_groups(nibbles, zeros, tensors["layer.scales"].t(), groups)
         assert same_bits(unpack_gptq(tensors, checkpoint_format="gptq_v2"), expected)
 
@@ -278,15 +279,15 @@ def test_a_gptq_index_that_names_no_group_is_refused(group):
         ({"quant_method": "fp8", "fmt": "e5m2"}, "e5m2"),
         ({"quant_method": "fp8", "weight_block_size": [128]}, "malformed"),
         ({"quant_method": "fp8", "weight_block_size": [0, 128]}, "malformed"),
-        ({"quant_method": "gptq", "bits": 8}, "bits 8"),
+        ({"quant_method": "gptq", "bits": 3}, "bits 3"),
         ({"quant_method": "gptq"}, "bits None"),
         ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "marlin"),
-        ({"quant_method": "gptq", "bits": 4, "dynamic": {"+:.*": {"bits": 8}}}, "bits 8"),
+        ({"quant_method": "gptq", "bits": 4, "dynamic": {"+:.*": {"bits": 3}}}, "bits 3"),
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "gemv"),
         ({"quant_method": "awq", "bits": 4, "zero_point": False}, "zero_point"),
         ({"quant_method": "awq", "bits": 3}, "bits 3"),
         ({"quant_method": "compressed-tensors", "config_groups": 3}, "malformed"),
-        (compressed_tensors_config("pack-quantized", type="int", num_bits=8), "8 bits"),
+        (compressed_tensors_config("pack-quantized", type="int", num_bits=3), "3 bits"),
         (compressed_tensors_config("int-quantized", type="int", num_bits=8), "int-quantized"),
         (compressed_tensors_config("mxfp6-pack-quantized", type="float", num_bits=6), "mxfp6"),
         (compressed_tensors_config("nvfp4-pack-quantized", type="float", num_bits=4,
@@ -297,8 +298,10 @@ def test_a_gptq_index_that_names_no_group_is_refused(group):
         ({"quantization": {"quant_algo": "W4A16_AWQ"}}, "W4A16_AWQ"),
         ({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION",
           "quantized_layers": {"a": {"quant_algo": "W8A16"}}}, "W8A16"),
-        (compressed_tensors_config("pack-quantized", type="int", num_bits=4, actorder="group"),
-         "actorder 'group'"),
+        (compressed_tensors_config("pack-quantized", type="int", num_bits=4, actorder="x"),
+         "actorder 'x'"),
+        (compressed_tensors_config("int-quantized", type="int", num_bits=8, strategy="channel",
+                                   actorder="group"), "actorder 'group'"),
     ],
 )  # fmt: skip
 def test_an_unsupported_format_is_refused_with_the_list_of_those_that_are(config, named):

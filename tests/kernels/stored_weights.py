@@ -87,9 +87,8 @@ def make_weight(kind: str, rows: int, columns: int) -> tuple[dict[str, Tensor], 
     parts["scale"] = ((torch.rand(rows, columns // group) + 0.1) / 200).bfloat16()
     if "zeros" in options:
         parts["zeros"] = parts["values"][: -(-rows // 8), : columns // group].clone()
-    weight = unpack.int4_rows(
-        parts["values"], parts["scale"].float(), parts.get("zeros"), torch.float32
-    )
+    floats = parts | {"scale": parts["scale"].float()}
+    weight = unpack.int_rows(floats, (1, group), torch.float32)
     return parts, weight, 31 * parts["scale"].float().repeat_interleave(group, 1)
 
 
@@ -151,7 +150,7 @@ def _words(
     if name == "awq":
         weight = unpack.awq(floats, torch.float32)
     else:
-        weight = unpack.gptq(floats, torch.float32, adds_one_to_zeros=name == "gptq")
+        weight = unpack.gptq(floats, (1, group), torch.float32, adds_one_to_zeros=name == "gptq")
     return parts, weight, 31 * floats["scale"].t()[:, index.long()]
 
 

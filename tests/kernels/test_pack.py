@@ -43,7 +43,8 @@ def random_weight(
 
 def read(parts: dict[str, Tensor], precision: Precision, dtype: torch.dtype) -> Tensor:
     if precision.name == "int4":
-        return unpack.int4_rows(parts["values"], parts["scale"], None, dtype)
+        group = parts["values"].shape[1] * 8 // parts["scale"].shape[1]
+        return unpack.int_rows(parts, (1, group), dtype)
     if precision.name == "int8":
         return unpack.int8_rows(parts["values"], parts["scale"], dtype)
     return unpack.fp8(parts["values"], parts["scale"], (1, parts["values"].shape[1]), dtype)

@@ -13,7 +13,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from moe_infinity.kernels import unpack
 from tests.compressed_tensors_package import compressor, scheme_of
 from tests.quantized_checkpoints import compressed_tensors_config
-from tests.slow_unpack import nibbles_of, same_bits, unpack_groups
+from tests.slow_unpack import numbers_of, same_bits, unpack_groups
 
 pytestmark = pytest.mark.arithmetic
 
@@ -79,11 +79,10 @@ def test_int4_of_any_scale_is_that_of_compressed_tensors(rows, scale_dtype, is_s
         "weight_scale": scales,
         "weight_shape": torch.tensor([rows, 48]),
     }
-    if is_symmetric:
-        found = unpack.int4_rows(words, scales, None, scale_dtype)
-    else:
-        state["weight_zero_point"] = zeros
-        found = unpack.int4_rows(words, scales, zeros, scale_dtype)
+    parts = {"values": words, "scale": scales}
+    if not is_symmetric:
+        state["weight_zero_point"] = parts["zeros"] = zeros
+    found = unpack.int_rows(parts, (1, 16), scale_dtype)
     assert same_bits(found, theirs.decompress(state, scheme_of(config))["weight"])
 
 
@@ -103,5 +102,6 @@ def random_groups(
 def test_int4_of_any_scale_is_the_slow_definition(rows, scale_dtype):
     words, scales, zeros = random_groups(rows, 48, 16, scale_dtype)
     groups = torch.arange(48) // 16
-    expected = unpack_groups(nibbles_of(words, 1), nibbles_of(zeros, 0)[:rows], scales, groups)
-    assert same_bits(unpack.int4_rows(words, scales, zeros, BFLOAT16), expected)
+    expected = unpack_groups(numbers_of(words, 1), numbers_of(zeros, 0)[:rows], scales, groups)
+    parts = {"values": words, "scale": scales, "zeros": zeros}
+    assert same_bits(unpack.int_rows(parts, (1, 16), BFLOAT16), expected)

@@ -15,7 +15,7 @@ from torch import Tensor
 from moe_infinity.quantize.pack import PackReport, pack_checkpoint
 from tests import conftest
 from tests.architectures.test_architectures import SMALL
-from tests.slow_unpack import nibbles_of, unpack_groups
+from tests.slow_unpack import numbers_of, unpack_groups
 
 SHARD_BYTES = 100_000  # several shards of the tiny model
 LEFT_OUT = (  # of the files beside the weights
@@ -71,7 +71,7 @@ def _from_words(words: Tensor, scales: Tensor) -> Tensor:
     if words.ndim == 3:
         pairs = zip(words, scales, strict=True)
         return torch.stack([_from_words(*of_one_expert) for of_one_expert in pairs])
-    nibbles = nibbles_of(words, 1)
+    nibbles = numbers_of(words, 1)
     groups = torch.arange(nibbles.shape[1]) // (nibbles.shape[1] // scales.shape[1])
     return unpack_groups(nibbles, torch.full(scales.shape, 8), scales, groups)
 
