@@ -16,8 +16,26 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from tests.quantization_configs import (
+    AUTO_ROUND,
+    AWQ,
+    DEEPSEEK,
+    DEEPSEEK_V4,
+    FBGEMM,
+    FP4,
+    FP8,
+    GPTQ,
+    GROUP,
+    INT4,
+    MODELOPT,
+    MX,
+    MXFP4,
+    NV,
+    QUARK,
+    compressed_tensors_config,
+)
+
 Parts = dict[str, Tensor]  # by the suffix of their names
-GROUP = 32  # columns
 FP4_VALUES = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]  # then the same, negative
 AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)  # of nibbles 0 to 7
 
@@ -67,6 +85,11 @@ def pack_fp8_channel(weight: Tensor) -> Parts:
     return pack_fp8(weight, block=block, scale=".weight_scale", dtype=torch.bfloat16)
 
 
+def pack_fp8_rows(weight: Tensor) -> Parts:
+    block = 1, weight.shape[1]
+    return pack_fp8(weight, block=block, scale=".weight_scale", dtype=torch.float32)
+
+
 def pack_fp8_scalar(weight: Tensor) -> Parts:
     parts = pack_fp8_tensor(weight)
     scalars = {name: parts[name].view(()) for name in (".weight_scale", ".input_scale")}
@@ -103,6 +126,10 @@ def pack_mxfp4_pairs(weight: Tensor) -> tuple[Tensor, Tensor]:
 def pack_deepseek_v4(weight: Tensor) -> Parts:
     pairs, exponents = pack_mxfp4_pairs(weight)
     return {".weight": pairs.view(torch.int8), ".scale": exponents.view(torch.float8_e8m0fnu)}
+
+
+def pack_mxfp4_beside(weight: Tensor) -> Parts:
+    return dict(zip((".weight", ".weight_scale"), pack_mxfp4_pairs(weight), strict=True))
 
 
 def pack_mxfp4_packed(weight: Tensor) -> Parts:
@@ -236,54 +263,6 @@ def pack_mxfp4(weight: Tensor) -> Parts:
 # Checkpoints
 
 
-def compressed_tensors_config(stored_format: str, **weights: Any) -> dict[str, Any]:
-    weights = {"block_structure": None, "dynamic": False, "symmetric": True} | weights
-    group = {"targets": ["Linear"], "weights": weights, "input_activations": None}
-    if weights["type"] == "float":
-        activations: dict[str, Any] = {
-            "num_bits": 8,
-            "type": "float",
-            "strategy": "token",
-            "dynamic": True,
-        }
-        group["input_activations"] = activations | {"symmetric": True}
-    return {
-        "quant_method": "compressed-tensors", "format": stored_format,
-        "quantization_status": "compressed", "config_groups": {"group_0": group},
-        "ignore": ["lm_head", "re:.*mlp.gate$"], "kv_cache_scheme": None,
-    }  # fmt: skip
-
-
-INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": GROUP}
-FP8 = {"num_bits": 8, "type": "float"}
-FP4 = {"num_bits": 4, "type": "float"}
-MX = {"strategy": "group", "group_size": GROUP, "scale_dtype": "torch.uint8"}
-NV = {"strategy": "tensor_group", "group_size": 16, "scale_dtype": "torch.float8_e4m3fn"}
-MODELOPT = {
-    "quant_method": "modelopt", "ignore": ["lm_head"], "quant_algo": "NVFP4",
-    "producer": {"name": "modelopt", "version": "0.47.0"},
-}  # fmt: skip
-DEEPSEEK_V4 = {
-    "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "scale_fmt": "ue8m0",
-    "weight_block_size": [128, 128],
-}  # fmt: skip
-DEEPSEEK = {
-    "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",
-    "weight_block_size": [128, 128], "modules_to_not_convert": ["lm_head", "mlp.gate"],
-}  # fmt: skip
-GPTQ = {
-    "quant_method": "gptq", "checkpoint_format": "gptq", "bits": 4, "group_size": GROUP,
-    "sym": False, "desc_act": False,
-}  # fmt: skip
-AUTO_ROUND = {
-    "quant_method": "auto-round", "packing_format": "auto_round:auto_gptq", "bits": 4,
-    "group_size": GROUP, "sym": False, "data_type": "int", "autoround_version": "0.9.0",
-    "block_name_to_quantize": "model.layers",
-    "extra_config": {".*self_attn.*": {"bits": 8}, ".*mlp\\.gate.*": {"bits": 16}},
-}  # fmt: skip
-AWQ = {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"}
-MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["self_attn", "mlp.router", "lm_head"]}
-
 # name -> (sizes of the model, quantization_config, how a weight is packed)
 Recipe = tuple[dict[str, Any], dict[str, Any], Callable[[Tensor], Parts]]
 CHECKPOINTS: dict[str, Recipe] = {
@@ -337,6 +316,8 @@ CHECKPOINTS: dict[str, Recipe] = {
         ),
         lambda w: pack_fp8(w, block=(128, 128), scale=".weight_scale", dtype=torch.bfloat16),
     ),
+    "fp8 of fbgemm": (QWEN3_MOE, FBGEMM, pack_fp8_rows),
+    "mxfp4 of quark": (QWEN3_MOE, QUARK, pack_mxfp4_beside),
     "fp8 of modelopt": (QWEN3_MOE, MODELOPT | {"quant_algo": "FP8"}, pack_fp8_scalar),
     "mxfp8": (QWEN3_MOE, compressed_tensors_config("mxfp8-quantized", **FP8 | MX), pack_mxfp8),
     "mxfp4 packed": (

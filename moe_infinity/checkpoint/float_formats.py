@@ -26,7 +26,7 @@ PAIRS = frozenset({"U8", "I8"})  # of two values
 EXPONENTS = frozenset({"U8", "F8_E8M0"})
 OF_ACTIVATIONS = (
     "input_scale", "input_zero_point", "input_global_scale", "activation_scale", "output_scale",
-    "output_zero_point", "k_scale", "v_scale", "kv_scale", "qscale_act",
+    "output_zero_point", "k_scale", "v_scale", "kv_scale", "qscale_act", "input_scale_ub",
 )  # fmt: skip
 
 Measured = tuple[Shape, Block | None] | None  # see WeightFormat.measure

@@ -10,6 +10,7 @@ kernels/unpack.py. No transformers here.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -33,7 +34,7 @@ from moe_infinity.kernels.word_shapes import (
     measure_gptq,
     measure_ints,
 )
-from moe_infinity.layout import Block, Unpack
+from moe_infinity.layout import GROUP_OF_MXFP4, Block, Unpack
 
 INT32 = frozenset({"I32"})
 INDICES = frozenset({"I32", "I64"})
@@ -57,6 +58,8 @@ DATA_TYPES = {
         "mx_fp", "mx_fp4", "mx_fp8", "mx_fp_rceil", "nv_fp", "nv_fp4", "nv_fp4_with_static_gs",
     ),
 }  # fmt: skip
+# Those that change weights before they are quantized; others also change what they multiply.
+QUARK_ALGORITHMS = ("smooth", "autosmoothquant", "awq", "gptq", "gptaq", "autoround", "qronos")
 BY_INDEX = ("group", "dynamic", True)  # actorder with groups of columns in any order
 BITS = ("load_in_4bit", "load_in_8bit")  # switches of bitsandbytes
 Config = Mapping[str, Any]
@@ -150,6 +153,47 @@ def _find_modelopt(config: Config) -> tuple[WeightFormat, ...]:
         if "NVFP4" in algorithm:
             _require(f"modelopt {algorithm}", each, "group_size", 16, None, default=16)
     return (NVFP4, fp8_format("_scale", []), mxfp4_format("", "_scale"))
+
+
+def _find_quark(config: Config) -> tuple[WeightFormat, ...]:
+    """AMD's. Which weight has which format is told by its tensors."""
+    by_layer = ("layer_quant_config", "layer_type_quant_config")
+    told = {name: layer for key in by_layer for name, layer in (config.get(key) or {}).items()}
+    for name, layer in {"global_quant_config": config["global_quant_config"], **told}.items():
+        if (weight := (layer or {}).get("weight")) is None:
+            continue
+        what = f"quark, weight of {name},"
+        _require(what, weight, "dtype", "fp8_e4m3", "fp4", default=None)
+        if weight["dtype"] == "fp4":
+            _require(what, weight, "scale_format", "e8m0", default=None)
+            _require(what, weight, "group_size", GROUP_OF_MXFP4, default=None)
+        else:
+            _require(what, weight, "qscheme", "per_tensor", "per_channel", default=None)
+            _require(what, weight, "ch_axis", 0, None, default=None)
+    export = config.get("export") or {}
+    _require("quark", export, "weight_format", "real_quantized", default="real_quantized")
+    for algorithm in config.get("algo_config") or ():
+        _require("quark with algo_config", algorithm, "name", *QUARK_ALGORITHMS, default=None)
+    return fp8_format("_scale", []), mxfp4_format("", "_scale")
+
+
+def _find_fbgemm(config: Config) -> tuple[WeightFormat, ...]:
+    """A scale per row of a linear layer; Llama 4's experts are stacked as [E, C, R], gate_up_proj
+    with scales [E, 1, R], down_proj with [E, R, 1].
+    """
+
+    def measure(suffix: str, shapes: PartShapes) -> Measured:
+        first, last = shapes["values"]
+        grid, block = {
+            ".weight": ((first, 1), (1, last)),
+            ".gate_up_proj": ((1, last), (first, 1)),
+            ".down_proj": ((last, 1), (first, 1)),
+        }[suffix]
+        return (shapes["values"], block) if shapes["scale"] == grid else None
+
+    suffixes = (".weight", ".gate_up_proj", ".down_proj")
+    formats = (fp8_format(f"{suffix}_scale", [], suffix=suffix) for suffix in suffixes)
+    return tuple(replace(each, measure=partial(measure, each.weight_suffix)) for each in formats)
 
 
 # compressed-tensors
@@ -276,6 +320,7 @@ def _find_awq(config: Config) -> tuple[WeightFormat, ...]:
     if version != "gemm":
         raise _unsupported(f"awq with version {version!r}")
     _require("awq", config, "zero_point", True, default=True)
+    _require("awq", config, "pack_method", "reorder", default="reorder")
     return (_words_format("awq", measure_awq, lambda p, _, dtype: unpack.awq(p, dtype)),)
 
 
@@ -334,6 +379,8 @@ FORMATS = {
     "mxfp8": Method("float8_e4m3fn with power-of-two scales", _find_fp8),
     "mxfp4": Method("as gpt-oss is published", lambda config: (MXFP4_OF_GPT_OSS,)),
     "modelopt": Method("NVFP4, FP8, MXFP8 and MXFP4 of ModelOpt", _find_modelopt),
+    "quark": Method("float8_e4m3fn per row or tensor, mxfp4 of AMD's Quark", _find_quark),
+    "fbgemm-fp8": Method("float8_e4m3fn with a scale per row", _find_fbgemm),
     "compressed-tensors": Method(
         "pack-quantized int4 and int8 per group or channel, int-quantized int8 per channel, "
         "float-quantized fp8, mxfp8, nvfp4 and mxfp4",

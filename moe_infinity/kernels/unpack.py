@@ -161,7 +161,8 @@ def int_rows(parts: Parts, block: Block | None, dtype: torch.dtype) -> Tensor:
     """compressed-tensors pack-quantized: values [R, W], a word being neighbouring columns, scale
     [R, G], perhaps zeros [R / N, G] in words along rows, and groups [C]. Gives [R, C].
     """
-    words_RW, scales_RG, groups_C = parts["values"], parts["scale"], parts.get("groups")
+    words_RW = parts["values"]
+    scales_RG = parts["scale"]
     num_rows, num_groups = scales_RG.shape
     num_columns = num_groups * block[1] if block else parts["groups"].numel()
     bits = WORD_BITS * words_RW.shape[1] // num_columns
@@ -169,7 +170,7 @@ def int_rows(parts: Parts, block: Block | None, dtype: torch.dtype) -> Tensor:
         zeros_RG = torch.full_like(scales_RG, 1 << (bits - 1))
     else:
         zeros_RG = _numbers(_transposed(zeros_WG), bits).t()[:num_rows]
-    zeros_RG, scales_RG = _of_columns(groups_C, zeros_RG, scales_RG)
+    zeros_RG, scales_RG = _of_columns(parts.get("groups"), zeros_RG, scales_RG)
     return _apply_groups(words_RW, partial(_numbers, bits=bits), zeros_RG, scales_RG, dtype)
 
 

@@ -1,5 +1,5 @@
-"""What the shapes of integers in words tell: bits, rows and columns of the weight, and how many of
-its columns share a scale.
+"""The shapes of integers in words tell bits, rows and columns of the weight, and how many of its
+columns share a scale.
 
 Every function gets the shapes of a weight's parts by role, and returns the shape [R, C] and the
 rows and columns that share a scale, which is None where only an index of groups tells; or None if

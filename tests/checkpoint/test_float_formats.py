@@ -16,9 +16,8 @@ from moe_infinity.checkpoint.formats import find_format
 from moe_infinity.checkpoint.packing import PackedTensor
 from tests.checkpoint.test_formats import stored, values_of
 from tests.closeness import distance
+from tests.quantization_configs import DEEPSEEK_V4, MODELOPT
 from tests.quantized_checkpoints import (
-    DEEPSEEK_V4,
-    MODELOPT,
     Parts,
     block_at,
     edit_config,

@@ -19,7 +19,8 @@ from moe_infinity.checkpoint.packing import PackedTensor
 from moe_infinity.errors import CheckpointError, UnsupportedModelError
 from moe_infinity.kernels import unpack
 from tests.compressed_tensors_package import compressor, scheme_of
-from tests.quantized_checkpoints import CHECKPOINTS, build, compressed_tensors_config
+from tests.quantization_configs import compressed_tensors_config
+from tests.quantized_checkpoints import CHECKPOINTS, build
 from tests.slow_unpack import dequantized, numbers_of, same_bits, unpack_fp8, unpack_groups
 
 BFLOAT16 = torch.bfloat16

@@ -32,7 +32,8 @@ from tests.closeness import distance, logits_of_steps
 from tests.gpu.fast_device import CACHES, experts_of, on_device
 from tests.kernels.triton.slot_experts import REFERENCE, slot_moe
 from tests.on_device import LONG_PROMPT, PROMPT, greedy
-from tests.quantized_checkpoints import GPT_OSS, MXFP4, build
+from tests.quantization_configs import MXFP4
+from tests.quantized_checkpoints import GPT_OSS, build
 
 pytestmark = pytest.mark.arithmetic
 

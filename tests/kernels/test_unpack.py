@@ -12,7 +12,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from moe_infinity.kernels import unpack
 from tests.compressed_tensors_package import compressor, scheme_of
-from tests.quantized_checkpoints import compressed_tensors_config
+from tests.quantization_configs import compressed_tensors_config
 from tests.slow_unpack import numbers_of, same_bits, unpack_groups
 
 pytestmark = pytest.mark.arithmetic
