@@ -238,8 +238,9 @@ def pack_gptq(
 
 
 def pack_auto_round(weight: Tensor) -> Parts:
-    """Without an index; attention has 8 bits, and experts, of which one side is 96, have 4."""
-    parts = pack_gptq(weight, stored_less=1, bits=4 if 96 in weight.shape else 8)
+    """Without an index; attention has 8 bits, experts, of which a side is 96 or 128, have 4."""
+    is_of_expert = not {96, 128}.isdisjoint(weight.shape)
+    parts = pack_gptq(weight, stored_less=1, bits=4 if is_of_expert else 8)
     return {suffix: part for suffix, part in parts.items() if suffix != ".g_idx"}
 
 
@@ -346,6 +347,14 @@ CHECKPOINTS: dict[str, Recipe] = {
     ),
     "awq": (QWEN3_MOE, AWQ, pack_awq),
 }
+
+
+def has_kernels(name: str, *, reads_index: bool = False) -> bool:
+    """Return False if experts of the checkpoint are unpacked for each use. `reads_index`: kernels
+    know columns in any order, which only those of a GPU do, for GPTQ."""
+    if name.startswith("int8") or "8 bits" in name:
+        return False
+    return "act-order" not in name or (reads_index and name.startswith("gptq"))
 
 
 def build(name: str, folder: Path, **sizes: Any) -> Path:

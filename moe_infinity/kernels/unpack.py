@@ -199,8 +199,8 @@ def gptq(
     num_rows, num_groups = scales_RG.shape
     bits = WORD_BITS * zeros_GW.shape[1] // num_rows
     groups_C = parts.get("groups")
-    if groups_C is None and block is not None:
-        num_columns = WORD_BITS // bits * parts["values"].shape[0]
+    num_columns = WORD_BITS // bits * parts["values"].shape[0]
+    if groups_C is None and block is not None and num_groups * block[1] != num_columns:
         groups_C = torch.arange(num_columns, device=zeros_GW.device) // block[1]
     if adds_one_to_zeros:  # one to each number; a carry goes into the next, as in GPTQModel
         zeros_GW = zeros_GW + sum(1 << place for place in range(0, WORD_BITS, bits))

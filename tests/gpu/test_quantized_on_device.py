@@ -13,7 +13,7 @@ from moe_infinity import MoE
 from moe_infinity.gpu.device_steps import DeviceSteps
 from tests.gpu.fast_device import on_device
 from tests.on_device import PROMPT
-from tests.quantized_checkpoints import CHECKPOINTS, build, edit_config
+from tests.quantized_checkpoints import CHECKPOINTS, build, edit_config, has_kernels
 
 pytestmark = pytest.mark.arithmetic
 
@@ -45,7 +45,7 @@ def decided_logits(folder: Path, device_memory: str) -> Tensor:
 
 
 @pytest.mark.sample(4)
-@pytest.mark.parametrize("name", CHECKPOINTS)
+@pytest.mark.parametrize("name", [n for n in CHECKPOINTS if has_kernels(n, reads_index=True)])
 def test_the_device_reads_what_the_host_unpacks(name, tmp_path):
     folder = build(name, tmp_path)
     with MoE(folder, host_memory="50%", dtype="float32") as moe:
