@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from moe_infinity.cli.models import checkpoint_for, config_of, open_model
+from moe_infinity.cli.models import checkpoint_for, config_of, importing, open_model
 from moe_infinity.cli.options import Model, ModelOptions, Yes, taken, with_options_of
 from moe_infinity.cli.terminal import talk
 from moe_infinity.cluster.config import ClusterOptions, ReplicaOptions
@@ -58,7 +58,8 @@ def serve(model: Model, yes: Yes = False, help_limits: HelpLimits = False, **opt
     config_of(options)
     config.keys()  # a file that cannot be read is an error before anything slow
     checkpoint_for(model, yes=yes, cluster=options["cluster"])
-    from moe_infinity.server.serve import bound_sockets, serve_model
+    with importing():
+        from moe_infinity.server.serve import bound_sockets, serve_model
 
     if config.served_name is None and not Path(model).exists():
         config = replace(config, served_name=model)  # a hub id, whatever folder it is in
