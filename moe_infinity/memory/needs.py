@@ -109,7 +109,6 @@ class StepBytes:
     per_token: int
     per_context: int  # of a token that is looked at: while a layer attends, it is unpacked
     per_earlier: int  # of one that a prompt's pass finds: its keys and values, for each query head
-    layer_per_token: int  # of these, in one layer: of its experts, or of another part
     per_pair: int  # of a token and one that it looks at
     is_causal: bool  # a pass that nothing came before needs nothing by pair
     logits: int
@@ -131,17 +130,15 @@ class StepBytes:
         both = FLOAT32_BYTES + item_bytes  # our kernels take a copy in float32
         width = expert_params // (3 * max(widths.model, 1))  # without a gate it is 2 F / 3
         experts = 2 * item_bytes * top_k * (widths.model + 2 * width)
-        most = max(experts, part.per_token)
         rest = both * (3 * widths.model + 2 * widths.queries + widths.keys)
         latent = _number(text, "kv_lora_rank")
         repeated = widths.queries if is_exact or latent else 0
         is_fused = config._attn_implementation not in (None, "eager") and not (latent and is_exact)
         return cls(
             kv=kv_bytes_of(config, item_bytes, kv_dtype),
-            per_token=int(SAFETY * (most + rest)),
+            per_token=int(SAFETY * (max(experts, part.per_token) + rest)),
             per_context=0 if kv_dtype == "auto" else both * widths.keys,
             per_earlier=int(SAFETY * item_bytes * (widths.keys + 2 * repeated)),
-            layer_per_token=int(SAFETY * most),
             per_pair=(both if is_exact else MASK_BYTES) if is_fused else 2 * both * widths.heads,
             is_causal=is_fused and not _number(text, "sliding_window"),
             logits=FLOAT32_BYTES * _number(text, "vocab_size"),

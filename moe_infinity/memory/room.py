@@ -143,7 +143,7 @@ class Room:
         after them: what was taken so far may be more than was thought.
         """
         if self.needs is not None:
-            needs = num_tokens * self.needs.layer_per_token
+            needs = num_tokens * self.needs.per_token
             self._trim_for(needs)
             self.keep_free(needs)
 

@@ -28,7 +28,6 @@ NEEDS = StepBytes(
     per_token=2 * MIB,
     per_context=0,
     per_earlier=0,
-    layer_per_token=MIB,
     per_pair=0,
     is_causal=True,
     logits=0,
@@ -91,9 +90,9 @@ def test_the_first_pass_leaves_something_behind():
 
 
 @on_linux
-def test_before_a_layer_there_is_room_for_its_experts():
+def test_before_a_layer_there_is_room_for_what_its_tokens_need():
     room, tier = make_room(7 * MIB)
-    room.make_for_layer(10)
+    room.make_for_layer(5)
     assert tier.table.num_slots == NUM_SLOTS - 3
 
 
