@@ -17,6 +17,7 @@ from moe_infinity.engine.bookkeeping import Bookkeeping
 from moe_infinity.experts import ExpertKey, Phase
 from moe_infinity.memory.mover import Mover
 from moe_infinity.memory.slots import MappedSlots
+from moe_infinity.memory.threads import PoolClosed
 from moe_infinity.predict.planner import LOADING_SHARE
 from moe_infinity.system.threads import keep_running
 
@@ -117,7 +118,10 @@ def start_turns(turn: weakref.WeakMethod[Callable[[], bool]], load_ended: Event)
 def _take_turns(turn: weakref.WeakMethod[Callable[[], bool]], load_ended: Event) -> None:
     def take() -> bool:
         method = turn()
-        if method is None or not method():
+        try:
+            if method is None or not method():
+                return False
+        except PoolClosed:
             return False
         del method  # the engine may be collected while this thread waits
         load_ended.wait(PAUSE_S)

@@ -25,6 +25,10 @@ logger = logging.getLogger(__name__)
 open_threads: weakref.WeakSet[ReadThreads] = weakref.WeakSet()
 
 
+class PoolClosed(RuntimeError):
+    """Work for a pool that takes no more, as at the end of a program that left its model open."""
+
+
 class ReadThreads:
     """A pool of at most `num_threads` threads, each started when there is work for it."""
 
@@ -41,11 +45,11 @@ class ReadThreads:
     def submit(self, work: Work, future: Future[None]) -> None:
         """Do `work`, unless `future` is cancelled before, which then tells how it ended. The caller
         has the future before the work may begin, even if Ctrl-C interrupts this call. Raises
-        RuntimeError after `close`, or if no thread can be started.
+        PoolClosed after `close`, and RuntimeError if no thread can be started.
         """
         with self._lock:
             if not self._end.alive:
-                raise RuntimeError(f"{self._name}: closed")
+                raise PoolClosed(f"{self._name}: closed")
             self._waiting.put((work, future))
             if self._process != os.getpid():  # a fork has no threads but the one that made it
                 self._threads = []
