@@ -306,7 +306,7 @@ def test_fewer_bytes_are_planned_for_packed_keys(checkpoint):
     share = (16 + SCALE_BYTES) / (16 * 4)
     assert packed.kv.per_token == plain.kv.per_token * share
     assert packed.kv.of(1000) == plain.kv.of(1000) * share
-    unpacked = packed.of_pass(1, 1000) - plain.of_pass(1, 1000)
+    unpacked = packed.of_pass(100, 1000) - plain.of_pass(100, 1000)
     assert unpacked == 1000 * 2 * 2 * 16 * (4 + 4), "a layer's, in float32 and as the model has it"
 
 

@@ -35,6 +35,10 @@ class TensorVersion(NamedTuple):
         """None for tensors of torch.inference_mode, which count no versions."""
         return None if x.is_inference() else cls(weakref.ref(x), x._version)
 
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        """A copy is None: what is copied with it is another tensor."""
+        return type(None), ()
+
     def is_of(self, x: Tensor) -> bool:
         """Return True if `x` is the very tensor, and was not changed since."""
         return x is self.x() and x._version == self.version

@@ -29,7 +29,7 @@ def part_bytes_of(model: Any, experts: Collection[str]) -> PartBytes:
     """Return the needs of the hungriest part beside these experts (names of modules) of a model on
     the meta device. Parts that take more than hidden states are left out, as attention is.
     """
-    width = model.config.get_text_config().hidden_size
+    width = getattr(model.config.get_text_config(), "hidden_size", 0)
     found = [PartBytes()]
     for part in _parts(model, experts):
         dtype = next((param.dtype for param in part.parameters()), torch.float32)
