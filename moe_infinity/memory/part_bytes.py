@@ -27,7 +27,7 @@ class PartBytes(NamedTuple):
 
 def part_bytes_of(model: Any, experts: Collection[str]) -> PartBytes:
     """Return the needs of the hungriest part beside these experts (names of modules) of a model on
-    the meta device. Parts that take more than hidden states are left out, as attention is.
+    the meta device. Parts that need more than hidden states, as attention does, are left out.
     """
     width = getattr(model.config.get_text_config(), "hidden_size", 0)
     found = [PartBytes()]
@@ -45,15 +45,18 @@ def _parts(model: nn.Module, experts: Collection[str]) -> Iterator[nn.Module]:
     """Yield one of each class of the children of layers that have no experts inside."""
     seen = set()
     for name, layers in model.named_modules():
-        if isinstance(layers, nn.ModuleList) and any(e.startswith(f"{name}.") for e in experts):
-            for path, part in (
-                (f"{name}.{layer_idx}.{path}", part)
-                for layer_idx, layer in enumerate(layers)
-                for path, part in layer.named_children()
-            ):
-                if type(part) not in seen and not any(e.startswith(path) for e in experts):
-                    seen.add(type(part))
-                    yield part
+        if not isinstance(layers, nn.ModuleList) or not _are_inside(experts, name):
+            continue
+        for path, part in layers.named_modules(prefix=name):
+            is_child = path.count(".") == name.count(".") + 2  # of a layer
+            if is_child and type(part) not in seen and not _are_inside(experts, path):
+                seen.add(type(part))
+                yield part
+
+
+def _are_inside(experts: Collection[str], name: str) -> bool:
+    """Return True if one of these modules is the named one, or a part of it."""
+    return any(f"{expert}.".startswith(f"{name}.") for expert in experts)
 
 
 def _peak_bytes(part: nn.Module, x_TD: Tensor) -> int:
