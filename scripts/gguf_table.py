@@ -9,7 +9,7 @@ from pathlib import Path
 
 import transformers
 
-from moe_infinity.checkpoint.gguf_architectures import KNOWN
+from moe_infinity.checkpoint.gguf_fields import METADATA
 from tests.gguf_files import MODELS, class_for
 from tools.convert_to_gguf import ARCHITECTURES
 
@@ -58,12 +58,10 @@ def table() -> str:
         architecture = ARCHITECTURES[name]
         config_class = transformers.CONFIG_MAPPING[name]
         model_class = class_for(config_class).__name__
-        metadata = KNOWN[architecture].metadata
-        is_enough = metadata is not None and metadata.model_type == name
         cells = (
             architecture,
             model_class,
-            "file" if is_enough else "`--config`",
+            "file" if architecture in METADATA else "`--config`",
             DIFFERENCES.get(name, "yes"),
             ", ".join(TOKENIZERS.get(name) or TOKENIZERS[architecture]),
         )

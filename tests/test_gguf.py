@@ -18,6 +18,7 @@ import transformers
 from moe_infinity import CheckpointError, MoE
 from moe_infinity.architectures.model_parts import PackedLinear
 from moe_infinity.checkpoint.gguf_architectures import KNOWN
+from moe_infinity.checkpoint.gguf_fields import METADATA
 from moe_infinity.inspection import inspect_checkpoint
 from scripts.gguf_table import GUIDE, table
 from tests.closeness import distance
@@ -41,9 +42,7 @@ def logits_of(file: Path, **options: Any) -> torch.Tensor:
 
 def config_for(name: str, folder: Path) -> str | None:
     """Where the config comes from, if the file does not say all of it."""
-    metadata = KNOWN[ARCHITECTURES[name]].metadata
-    is_enough = metadata is not None and metadata.model_type == name
-    return None if is_enough else str(folder)
+    return None if ARCHITECTURES[name] in METADATA else str(folder)
 
 
 def converted(folder: Path, wanted: str) -> Path:

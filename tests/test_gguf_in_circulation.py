@@ -274,10 +274,10 @@ LLAMA3 = rope_of(
 )  # fmt: skip
 
 
-def llama3_factors() -> np.ndarray:
+def llama3_factors(rope: dict[str, Any] = LLAMA3) -> np.ndarray:
     """What llama.cpp's converter writes as rope_freqs.weight, of a head of 16."""
     config = transformers.LlamaConfig(
-        hidden_size=64, num_attention_heads=4, rope_parameters=LLAMA3, max_position_embeddings=16384
+        hidden_size=64, num_attention_heads=4, rope_parameters=rope, max_position_embeddings=16384
     )
     scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
     plain = 1 / 5000.0 ** (torch.arange(0, 16, 2) / 16)
@@ -293,6 +293,16 @@ def test_factors_of_llama_3_are_known_as_such(small, tmp_path):
         assert moe.model.config.rope_parameters == LLAMA3
     expected = stock_logits(small.parent, rope_parameters=LLAMA3)
     assert distance(logits_of(file), expected) < TOLERANCE
+
+
+@pytest.mark.arithmetic
+def test_factors_of_llama_4_have_none_between(small, tmp_path):
+    rope = rope_of("llama3", factor=16.0, low_freq_factor=1.0, high_freq_factor=1.0,
+                   original_max_position_embeddings=1024)  # fmt: skip
+    factors = llama3_factors(rope)
+    assert {*factors.tolist()} == {1.0, 16.0}
+    file = rewrite(small, tmp_path / "m.gguf", {}, **{"rope_freqs.weight": factors})
+    assert distance(logits_of(file), stock_logits(small.parent, rope_parameters=rope)) < TOLERANCE
 
 
 def test_factors_of_one_change_nothing_and_others_need_a_config(small, tmp_path):

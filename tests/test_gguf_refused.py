@@ -24,7 +24,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_an_architecture_whose_metadata_are_not_enough_asks_for_a_config(tmp_path):
-    folder = build("deepseek_v2", tmp_path / "model")
+    folder = build("phimoe", tmp_path / "model")
     convert(folder, tmp_path / "model.gguf", "f32")
     with pytest.raises(UnsupportedModelError, match="--config"):
         MoE(tmp_path / "model.gguf")

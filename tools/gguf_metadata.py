@@ -56,6 +56,9 @@ def more_metadata(config: dict[str, Any]) -> dict[str, Any]:
     if "kv_lora_rank" in config:
         key_length = config["qk_nope_head_dim"] + config["qk_rope_head_dim"]
         found["attention.key_length_mla"] = key_length
+        rope = config.get("rope_parameters") or {}
+        if (scale := rope.get("mscale_all_dim")) is not None:
+            found["rope.scaling.yarn_log_multiplier"] = 0.1 * scale
     if "mlp_layer_types" in config and model_type in WITH_FIELDS:
         found["leading_dense_block_count"] = config["mlp_layer_types"].count("dense")
     if "expert_weights_scale" in found:

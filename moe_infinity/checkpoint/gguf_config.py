@@ -12,15 +12,23 @@ import transformers
 from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
 
 from moe_infinity.checkpoint.config_limits import check_config
-from moe_infinity.checkpoint.gguf_architectures import KNOWN, Metadata
+from moe_infinity.checkpoint.gguf_fields import METADATA, Metadata
 from moe_infinity.checkpoint.gguf_file import WITH_CONFIG, GgufModel
 from moe_infinity.checkpoint.gguf_rope import rope_parameters
 from moe_infinity.errors import CheckpointError, UnsupportedModelError
 
 MAY_BE_ZERO = (
     "num_dense_layers", "num_kv_shared_layers", "hidden_size_per_layer_input", "num_hash_layers",
+    "first_k_dense_replace", "moe_layer_start_index", "moe_num_shared_experts", "n_shared_experts",
+    "num_shared_experts", "shared_intermediate_size",
 )  # fmt: skip
-NOT_SIZES = ("max_position_embeddings", "sliding_window", "rope_theta")  # may be larger
+NO_IF_ZERO = ("expert_weights_scale", "expert_group_count", "expert_group_used_count")
+NOT_SIZES = (
+    "max_position_embeddings",
+    "model_max_length",
+    "sliding_window",
+    "rope_theta",
+)  # may be larger
 REQUIRED = ("attention.head_count", "attention.layer_norm_rms_epsilon", "expert_used_count")
 # Keys that change what a model computes, and values of theirs that do not. They are refused where
 # the config has no field for them.
@@ -42,13 +50,11 @@ def config_of(gguf: GgufModel) -> Any:
     enough, CheckpointError where they cannot be true.
     """
     where = gguf.files[0]
-    entry = KNOWN.get(gguf.architecture)
-    known = None if entry is None else entry.metadata
+    known = METADATA.get(gguf.architecture)
     if known is None:
-        enough = ", ".join(name for name, entry in KNOWN.items() if entry.metadata is not None)
         raise UnsupportedModelError(
             f"{where}: the metadata of a {gguf.architecture} model do not say all of its config; "
-            f"those of {enough} do\n{WITH_CONFIG}"
+            f"those of {', '.join(METADATA)} do\n{WITH_CONFIG}"
         )
     found = _mapped(gguf, known) | _from_tensors(gguf)
     found.setdefault("num_key_value_heads", found["num_attention_heads"])
@@ -61,12 +67,20 @@ def config_of(gguf: GgufModel) -> Any:
         "eos_token_id": ends if len(ends) > 1 else next(iter(ends), None),
         "pad_token_id": ids.get("pad"),
     }
-    found |= known.derived(gguf)
+    try:
+        found |= known.derived(gguf)
+    except (ArithmeticError, LookupError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"{where}: the metadata are of no {gguf.architecture} model: {error}"
+        ) from error
     if known.has_positions and "rope_parameters" not in found:
         found["rope_parameters"] = _positions(gguf, known, found)
     check_config(where, found, trust_remote_code=False)
+    model_type = found.pop("model_type", known.model_type)
+    if known.whole is not None:
+        found = {"text_config": found, "architectures": [known.whole]}
     try:
-        return transformers.AutoConfig.for_model(known.model_type, **found)
+        return transformers.AutoConfig.for_model(model_type, **found)
     except Exception as error:  # each config class checks in its own way
         raise UnsupportedModelError(f"{where}: no config can be made of it: {error}") from error
 
@@ -81,7 +95,9 @@ def _positions(gguf: GgufModel, known: Metadata, found: dict[str, Any]) -> dict[
             f"\n{WITH_CONFIG}"
         )
     positions = rope_parameters(gguf, found.pop("rope_theta", 10000.0), known.yarn)
-    return positions | ({"partial_rotary_factor": rotary / size} if rotary != size else {})
+    return positions | (
+        {"partial_rotary_factor": rotary / size} if known.has_partial_rotary else {}
+    )
 
 
 def _mapped(gguf: GgufModel, known: Metadata) -> dict[str, Any]:
@@ -93,7 +109,7 @@ def _mapped(gguf: GgufModel, known: Metadata) -> dict[str, Any]:
     fields = {**GGUF_CONFIG_MAPPING[known.like], "rope.dimension_count": None, **known.more}
     for key, name in fields.items():
         value = _one(gguf.value(key))
-        if name is None or value is None:
+        if name is None or value is None or (key in NO_IF_ZERO and value == 0):
             continue
         is_size = type(value) is int and name not in NOT_SIZES
         least = 0 if name in MAY_BE_ZERO else 1

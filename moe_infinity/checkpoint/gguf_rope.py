@@ -93,13 +93,18 @@ def _of_factors(factors: NDArray[np.float32] | None, theta: float) -> dict[str, 
     factor = float(factors.max())
     smooth = (inverse - 1 / factor) / (1 - 1 / factor)  # 1: as it was, 0: divided by the factor
     between = np.flatnonzero((smooth > 0.01) & (smooth < 0.99))
-    if len(between) == 0:
-        return None
     low, high = LLAMA3.values()
-    original = round(float(lengths[between[0]] * (low + (high - low) * smooth[between[0]])))
-    expected = np.clip((original / lengths - low) / (high - low), 0, 1)
+    if len(between):
+        original = round(float(lengths[between[0]] * (low + (high - low) * smooth[between[0]])))
+        expected = np.clip((original / lengths - low) / (high - low), 0, 1)
+    else:  # Llama 4 has nothing between the lengths that stay and those that are divided
+        first = max(int((factors > 1).argmax()), 1)
+        original = round(float(np.sqrt(lengths[first - 1] * lengths[first])))
+        high = low
+        expected = (lengths < original).astype(float)
     if not np.allclose(smooth, expected, atol=1e-3):
         return None
-    return LLAMA3 | {
-        "rope_type": "llama3", "factor": factor, "original_max_position_embeddings": original,
+    return {
+        "rope_type": "llama3", "factor": factor, "low_freq_factor": low, "high_freq_factor": high,
+        "original_max_position_embeddings": original,
     }  # fmt: skip

@@ -17,7 +17,7 @@ import transformers
 from gguf import GGMLQuantizationType as Type
 
 from moe_infinity import MoE
-from moe_infinity.checkpoint.gguf_architectures import KNOWN
+from moe_infinity.checkpoint.gguf_fields import METADATA
 from tests.closeness import distance
 from tests.gguf_files import COMMON, MODELS, WIDE
 from tools import make_random_gguf
@@ -68,7 +68,7 @@ def test_a_file_computes_what_transformers_does_with_its_checkpoint(
     stock = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.no_grad():
         expected = stock(ids).logits
-    has_all = KNOWN[ARCHITECTURES[name]].metadata is not None
+    has_all = ARCHITECTURES[name] in METADATA
     config = None if has_all else str(folder)
     with MoE(file, config_from=config, dtype="float32", device="cpu", exact=True) as moe:
         with torch.no_grad():

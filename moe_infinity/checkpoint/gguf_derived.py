@@ -1,0 +1,333 @@
+"""Fields of a config that more than one key of a GGUF file, the values of several layers, or its
+tensors decide.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from moe_infinity.checkpoint.gguf_file import GgufModel
+from moe_infinity.checkpoint.gguf_rope import proportional_rope, rope_parameters
+from moe_infinity.errors import CheckpointError
+
+
+def of_layers(gguf: GgufModel, key: str) -> list[Any]:
+    """The value of a key for each layer, of which a file may have one for all. Raises
+    CheckpointError.
+    """
+    found = gguf.value(key)
+    values = found if isinstance(found, list) else [found] * gguf.num_layers
+    if len(values) < gguf.num_layers or not all(type(value) in (int, bool) for value in values):
+        raise CheckpointError(
+            f"{gguf.files[0]}: {gguf.architecture}.{key} is not one value for each layer"
+        )
+    return values[: gguf.num_layers]
+
+
+def recurrent_head(gguf: GgufModel) -> int:
+    """Return the width of a head of linear attention or Mamba 2. Raises CheckpointError."""
+    heads = gguf.value("ssm.time_step_rank")
+    size = gguf.value("ssm.inner_size")
+    if not all(type(number) is int and number > 0 for number in (heads, size)):
+        raise CheckpointError(
+            f"{gguf.files[0]}: no sizes of {gguf.architecture}'s recurrent layers"
+        )
+    return int(size // heads)
+
+
+def by_keys(gguf: GgufModel, others: str) -> dict[str, Any]:
+    """Return which layers have attention: those that have keys."""
+    heads = of_layers(gguf, "attention.head_count_kv")
+    return {
+        "layer_types": ["full_attention" if count else others for count in heads],
+        "num_key_value_heads": max(heads),
+    }
+
+
+def delta_net(gguf: GgufModel) -> dict[str, Any]:
+    """Return which layers have linear attention, and the size of its values' heads."""
+    every = gguf.value("full_attention_interval", 4)
+    if type(every) is not int or every < 1:
+        raise CheckpointError(f"{gguf.files[0]}: no interval of layers with full attention")
+    is_linear = [bool((number + 1) % every) for number in range(gguf.num_layers)]
+    if gguf.value("attention.recurrent_layers") is not None:
+        is_linear = of_layers(gguf, "attention.recurrent_layers")
+    kinds = ["linear_attention" if linear else "full_attention" for linear in is_linear]
+    return {"layer_types": kinds, "linear_value_head_dim": recurrent_head(gguf)}
+
+
+def qwen4(gguf: GgufModel) -> dict[str, Any]:
+    """Return the fields of linear attention, of the index, and of the table of n-grams."""
+    ratios = of_layers(gguf, "attention.compress_ratios")
+    found = delta_net(gguf) | {"indexer_compress_ratio": max(ratios)}
+    table = gguf.tensors.get("per_layer_token_embd.weight")
+    if table is None:
+        return found
+    lists = [gguf.value(f"ple.{key}") for key in ("head_vocab_sizes", "layers")]
+    for numbers in lists:  # of which transformers looks for primes, in a table of so many rows
+        is_list = isinstance(numbers, list) and all(type(each) is int for each in numbers)
+        if not is_list or not 0 < sum(numbers) <= table.shape[0] or min(numbers) < 0:
+            raise CheckpointError(f"{gguf.files[0]}: no sizes of the table of n-grams")
+    sizes, layers = lists
+    first = gguf.value("ple.eos_token_id")
+    return found | {
+        "ple_layer_ids": [number + 1 for number in layers],
+        "ple_embed_dim": table.shape[1] * len(sizes),
+        "ngram_vocab_size_base": min(sizes),  # a prime number: the first that is large enough
+        "make_ngram_vocab_size_divisible_by": table.shape[0],
+        "eos_token_id": [first, *(end for end in gguf.vocabulary.ends() if end != first)],
+    }
+
+
+def gemma4(gguf: GgufModel) -> dict[str, Any]:
+    """Return the fields whose values are others in layers with a sliding window."""
+    kinds = {True: "sliding_attention", False: "full_attention"}
+    layer_types = [kinds[bool(s)] for s in of_layers(gguf, "attention.sliding_window_pattern")]
+    heads = of_layers(gguf, "attention.head_count_kv")
+    widths = of_layers(gguf, "feed_forward_length")
+    full = [number for number, kind in enumerate(layer_types) if kind == "full_attention"]
+    sliding = [number for number, kind in enumerate(layer_types) if kind != "full_attention"]
+    size = gguf.value("attention.key_length")
+    has_values = [f"blk.{number}.attn_{leaf}.weight" for number in full for leaf in ("v", "qkv")]
+    table = gguf.tensors.get("per_layer_token_embd.weight")
+    return {
+        "layer_types": layer_types,
+        "num_key_value_heads": heads[(sliding or full)[0]],
+        "per_layer_config": {
+            str(number): {"head_dim": size, "num_key_value_heads": heads[number]} for number in full
+        },
+        "attention_k_eq_v": not any(name in gguf.tensors for name in has_values),
+        "intermediate_size": widths[0],
+        "use_double_wide_mlp": widths[-1] != widths[0],
+        "vocab_size_per_layer_input": 1 if table is None else table.shape[0],
+        "rope_parameters": {
+            "full_attention": proportional_rope(gguf),
+            "sliding_attention": {
+                "rope_type": "default",
+                "rope_theta": gguf.value("rope.freq_base_swa", gguf.value("rope.freq_base", 1e4)),
+            },
+        },
+    }
+
+
+def deepseek4(gguf: GgufModel) -> dict[str, Any]:
+    """Return how layers compress, and both ways of their positions."""
+    theta = gguf.value("rope.freq_base", 1e4)
+    head = gguf.value("attention.key_length")
+    rotated = gguf.value("rope.dimension_count", head)
+    if not all(type(number) is int and number > 0 for number in (head, rotated)):
+        raise CheckpointError(f"{gguf.files[0]}: no size of a head of {gguf.architecture}")
+    return {
+        "compress_ratios": of_layers(gguf, "attention.compress_ratios"),
+        "partial_rotary_factor": rotated / head,
+        "rope_parameters": rope_parameters(gguf, theta, {"attention_factor": 1.0}),
+        "rope_theta": theta,
+    }
+
+
+def nemotron(gguf: GgufModel) -> dict[str, Any]:
+    """Return what each layer is: attention if it has keys, experts if it has their width."""
+    heads = of_layers(gguf, "attention.head_count_kv")
+    widths = of_layers(gguf, "feed_forward_length")
+    kinds = [
+        "full_attention" if count else "moe" if width else "linear_attention"
+        for count, width in zip(heads, widths, strict=True)
+    ]
+    epsilon = gguf.value("attention.layer_norm_epsilon", 1e-5)
+    return {
+        "layers_block_type": kinds,
+        "num_key_value_heads": max(heads),
+        "mamba_head_dim": recurrent_head(gguf),
+        "layer_norm_epsilon": gguf.value("attention.layer_norm_rms_epsilon", epsilon),
+    }
+
+
+def granite_hybrid(gguf: GgufModel) -> dict[str, Any]:
+    """Return which layers have attention, and what Mamba and positions are."""
+    return by_keys(gguf, "linear_attention") | {
+        "mamba_d_head": recurrent_head(gguf),
+        "mamba_expand": gguf.value("ssm.inner_size") // gguf.value("embedding_length"),
+        "position_embedding_type": "rope" if gguf.value("rope.scaling.finetuned", True) else None,
+    }
+
+
+def has_tensor(gguf: GgufModel, end: str) -> bool:
+    """Return True if the name of any tensor ends so."""
+    return any(name.endswith(end) for name in gguf.tensors)
+
+
+def by_tensors(gguf: GgufModel, end: str, kinds: tuple[str, str]) -> list[str]:
+    """Return the first kind for layers that have a tensor of this name, the second for others."""
+    return [kinds[f"blk.{number}.{end}" not in gguf.tensors] for number in range(gguf.num_layers)]
+
+
+def attention_bias(gguf: GgufModel) -> dict[str, Any]:
+    """Return whether queries, keys and values have a bias."""
+    return {"attention_bias": has_tensor(gguf, "attn_q.bias")}
+
+
+def dense_first(gguf: GgufModel) -> dict[str, Any]:
+    """Return which layers have experts: those that have a router."""
+    return {"mlp_layer_types": by_tensors(gguf, "ffn_gate_inp.weight", ("sparse", "dense"))}
+
+
+def windows(gguf: GgufModel) -> dict[str, Any]:
+    """Return which layers have a sliding window."""
+    kinds = {True: "sliding_attention", False: "full_attention"}
+    pattern = of_layers(gguf, "attention.sliding_window_pattern")
+    return {"layer_types": [kinds[bool(each)] for each in pattern]}
+
+
+def two_ropes(gguf: GgufModel) -> dict[str, Any]:
+    """Return the positions of layers with a sliding window, and of those without."""
+    theta = gguf.value("rope.freq_base", 1e4)
+    head = gguf.value("attention.key_length")
+    rotated = gguf.value("rope.dimension_count", head)
+    rotated_swa = gguf.value("rope.dimension_count_swa", rotated)
+    if not all(type(each) is int and each > 0 for each in (head, rotated, rotated_swa)):
+        raise CheckpointError(f"{gguf.files[0]}: no size of a head of {gguf.architecture}")
+    plain = {"rope_type": "default", "rope_theta": gguf.value("rope.freq_base_swa", theta)}
+    return {
+        "rope_parameters": {
+            "full_attention": rope_parameters(gguf, theta, {})
+            | {"partial_rotary_factor": rotated / head},
+            "sliding_attention": plain | {"partial_rotary_factor": rotated_swa / head},
+        }
+    }
+
+
+def latent_attention(gguf: GgufModel) -> dict[str, Any]:
+    """Return the sizes of DeepSeek's attention. Older files have those of its heads themselves,
+    newer ones those of heads of the latent vectors, and of themselves under other keys.
+    """
+    key = gguf.value("attention.key_length_mla", gguf.value("attention.key_length"))
+    value = gguf.value("attention.value_length_mla", gguf.value("attention.value_length"))
+    rotated = gguf.value("rope.dimension_count")
+    if not all(type(size) is int for size in (key, value, rotated)) or not 0 <= rotated < key:
+        raise CheckpointError(f"{gguf.files[0]}: no sizes of {gguf.architecture}'s attention")
+    yarn = {"beta_fast": 32.0, "beta_slow": 1.0}
+    if scale := gguf.value("rope.scaling.yarn_log_multiplier"):
+        yarn |= dict.fromkeys(("mscale", "mscale_all_dim"), round(scale * 10, 6))
+    return {
+        "qk_nope_head_dim": key - rotated, "qk_rope_head_dim": rotated, "v_head_dim": value,
+        "head_dim": rotated,
+        "rope_parameters": rope_parameters(gguf, gguf.value("rope.freq_base", 1e4), yarn),
+    }  # fmt: skip
+
+
+def deepseek2(gguf: GgufModel) -> dict[str, Any]:
+    """Return the fields of DeepSeek-V2, or those of V3 if scores are corrected by a bias. GLM's
+    files with this name compute as V3 does.
+    """
+    is_v3 = has_tensor(gguf, "exp_probs_b.bias") or gguf.value("expert_gating_func") == 2
+    has_groups = gguf.value("expert_group_count", 1) > 1
+    return latent_attention(gguf) | {
+        "model_type": "deepseek_v3" if is_v3 else "deepseek_v2",
+        "topk_method": "group_limited_greedy" if has_groups else "greedy",
+    }
+
+
+def indexed_attention(gguf: GgufModel) -> dict[str, Any]:
+    """Return the fields of latent attention to the tokens that an index chooses."""
+    found = latent_attention(gguf) | dense_first(gguf)
+    if gguf.value("attention.indexer.types") is not None:
+        kinds = {True: "full", False: "shared"}
+        types = of_layers(gguf, "attention.indexer.types")
+        found["indexer_types"] = [kinds[bool(each)] for each in types]
+    return found
+
+
+def llama4(gguf: GgufModel) -> dict[str, Any]:
+    """Return what llama.cpp knows of the two models: the larger one does not norm its queries."""
+    return attention_bias(gguf) | {"use_qk_norm": gguf.value("expert_count") != 128}
+
+
+def glm4(gguf: GgufModel) -> dict[str, Any]:
+    """Return what the tensors of GLM-4.5 say of its attention."""
+    return attention_bias(gguf) | {"use_qk_norm": has_tensor(gguf, "attn_q_norm.weight")}
+
+
+def ernie(gguf: GgufModel) -> dict[str, Any]:
+    """Return whether ERNIE has biases, and that the last layer has experts."""
+    return {
+        "use_bias": has_tensor(gguf, "attn_q.bias"),
+        "moe_layer_end_index": gguf.num_layers - 1,
+    }
+
+
+def kimi_linear(gguf: GgufModel) -> dict[str, Any]:
+    """Return which layers of Kimi Linear have attention, and its sizes."""
+    return (
+        latent_attention(gguf)
+        | dense_first(gguf)
+        | {
+            "layer_types": by_keys(gguf, "linear_attention")["layer_types"],
+            "linear_num_heads": gguf.value("attention.head_count"),
+            "num_key_value_heads": gguf.value("attention.head_count"),
+        }
+    )
+
+
+def mimo2(gguf: GgufModel) -> dict[str, Any]:
+    """Return the fields of MiMo-V2, whose layers with a window have more heads of keys."""
+    heads = of_layers(gguf, "attention.head_count_kv")
+    kinds = windows(gguf)["layer_types"]
+    full = kinds.index("full_attention") if "full_attention" in kinds else 0
+    return (
+        windows(gguf)
+        | two_ropes(gguf)
+        | dense_first(gguf)
+        | {
+            "num_key_value_heads": heads[full],
+        }
+    )
+
+
+def exaone(gguf: GgufModel) -> dict[str, Any]:
+    """Return the kinds of layers of K-EXAONE."""
+    return windows(gguf) | dense_first(gguf)
+
+
+def mellum(gguf: GgufModel) -> dict[str, Any]:
+    """Return the kinds of layers of Mellum."""
+    return windows(gguf) | two_ropes(gguf)
+
+
+def granite(gguf: GgufModel) -> dict[str, Any]:
+    """Return the class of Granite's models that have a shared expert."""
+    width = gguf.value("expert_shared_feed_forward_length")
+    if not width:
+        return {}
+    return {"model_type": "granitemoeshared", "shared_intermediate_size": width}
+
+
+def minimax_m3(gguf: GgufModel) -> dict[str, Any]:
+    """Return the kinds of layers of MiniMax-M3, and its shared expert's width."""
+    kinds = ("minimax_m3_sparse", "full_attention")
+    count = gguf.value("expert_shared_count", 1)
+    return dense_first(gguf) | {
+        "layer_types": by_tensors(gguf, "indexer.q_proj.weight", kinds),
+        "rotary_dim": gguf.value("rope.dimension_count"),
+        "shared_intermediate_size": count * gguf.value("expert_feed_forward_length", 0),
+    }
+
+
+def jamba(gguf: GgufModel) -> dict[str, Any]:
+    """Return every how many layers of Jamba have attention and experts."""
+    found: dict[str, Any] = {
+        "num_key_value_heads": max(of_layers(gguf, "attention.head_count_kv")),
+        "mamba_expand": gguf.value("ssm.inner_size") // gguf.value("embedding_length"),
+    }
+    for name, end in (("attn", "attn_q.weight"), ("expert", "ffn_gate_inp.weight")):
+        has = by_tensors(gguf, end, ("yes", "no"))
+        numbers = [number for number, kind in enumerate(has) if kind == "yes"] or [0]
+        period = numbers[1] - numbers[0] if len(numbers) > 1 else gguf.num_layers
+        found |= {f"{name}_layer_offset": numbers[0], f"{name}_layer_period": period}
+    return found
+
+
+def qwen3_vl(gguf: GgufModel) -> dict[str, Any]:
+    """Return the sections of Qwen3-VL's positions."""
+    sections = gguf.value("rope.dimension_sections")
+    plain = rope_parameters(gguf, gguf.value("rope.freq_base", 1e4), {})
+    return {"rope_parameters": plain | ({"mrope_section": sections[:3]} if sections else {})}

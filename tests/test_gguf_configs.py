@@ -1,0 +1,159 @@
+"""Configs made of the metadata of GGUF files, for models that are set otherwise than those of
+gguf_files.py: each key that a config follows from has another value here.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gguf import GGUFValueType as T
+from safetensors.torch import load_file
+
+from moe_infinity import MoE
+from moe_infinity.errors import CheckpointError, UnsupportedModelError
+from tests.closeness import distance
+from tests.gguf_files import build, rewrite, stock_model
+from tests.test_gguf_families import LLAMA_PYTHON, ids_of, logits_of_llama_cpp
+from tools.convert_to_gguf import ARCHITECTURES, convert
+
+pytestmark = pytest.mark.arithmetic
+
+TOLERANCE = 1e-5
+ROPE = {"rope_type": "default", "rope_theta": 5000.0}
+YARN = {
+    "rope_type": "yarn", "rope_theta": 5000.0, "factor": 4.0, "beta_fast": 32, "beta_slow": 1,
+    "original_max_position_embeddings": 16,
+}  # fmt: skip
+# Tests by name of the model and number of the settings.
+SETTINGS: dict[str, list[dict[str, Any]]] = {
+    "afmoe": [{"num_dense_layers": 2, "num_hidden_layers": 8, "layer_types": None}],
+    "deepseek_v2": [
+        {"q_lora_rank": None, "first_k_dense_replace": 1, "num_hidden_layers": 27,
+         "rope_parameters": YARN | {"mscale": 0.707, "mscale_all_dim": 0.707}},
+    ],
+    "deepseek_v3": [
+        {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}},
+        {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "norm_topk_prob": False},
+    ],
+    "dots1": [{"norm_topk_prob": True, "n_shared_experts": 2}],
+    "ernie4_5_moe": [
+        {"use_bias": True, "moe_layer_interval": 2, "num_hidden_layers": 4,
+         "tie_word_embeddings": True},
+    ],
+    "exaone_moe": [{"num_shared_experts": 2, "norm_topk_prob": False}],
+    "glm4_moe": [
+        {"attention_bias": True, "use_qk_norm": True, "routed_scaling_factor": 2.5,
+         "n_shared_experts": 2},
+    ],
+    "glm_moe_dsa": [{"indexer_types": ["full", "shared", "full"]}],
+    "granitemoeshared": [
+        {"attention_multiplier": 0.3, "embedding_multiplier": 2.0, "residual_multiplier": 0.5,
+         "logits_scaling": 3.0},
+    ],
+    "hunyuan_v1_moe": [{"head_dim": 32}],
+    "hy_v3": [{"router_scaling_factor": 1.5}],
+    "jamba": [{"attn_layer_period": 4, "attn_layer_offset": 2, "num_hidden_layers": 6}],
+    "kimi_linear": [
+        {"layer_types": [*["linear_attention"] * 3, "full_attention"],
+         "routed_scaling_factor": 1.5, "num_shared_experts": 2},
+    ],
+    "llama4_text": [{"interleave_moe_layer_step": 1}, {"intermediate_size_mlp": 112}],
+    "minimax_m2": [{"rope_parameters": ROPE | {"partial_rotary_factor": 0.5}}],
+    "minimax_m3_vl_text": [{"shared_intermediate_size": 192, "routed_scaling_factor": 1.5}],
+    "qwen3_vl_moe": [{"rope_parameters": ROPE | {"mrope_section": [4, 2, 2]}}],
+}  # fmt: skip
+# llama.cpp wants q_lora_rank but for models of 26 or 27 layers, and all experts behind the first.
+REFUSED_BY_LLAMA_CPP = [("deepseek_v3", 1), ("ernie4_5_moe", 0)]
+CASES = [(name, number) for name, given in SETTINGS.items() for number in range(len(given))]
+
+
+@pytest.fixture
+def made(request, tmp_path) -> tuple[Path, Path]:
+    """A checkpoint with other settings, and its GGUF file."""
+    name, number = request.param
+    folder = build(name, tmp_path / "model", **SETTINGS[name][number])
+    convert(folder, tmp_path / "model.gguf", "f32")
+    return folder, tmp_path / "model.gguf"
+
+
+def logits_of(file: Path, ids: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad(), MoE(file, dtype="float32", host_memory="50%", device="cpu") as moe:
+        found: torch.Tensor = moe.model(ids).logits
+    return found
+
+
+@pytest.mark.parametrize("made", CASES, indirect=True)
+def test_a_file_says_all_of_its_config(made):
+    folder, file = made
+    with torch.no_grad():
+        expected = stock_model(folder)(ids_of(40)).logits
+    assert distance(logits_of(file, ids_of(40)), expected) < TOLERANCE
+
+
+@pytest.mark.skipif(LLAMA_PYTHON is None, reason="MOE_INFINITY_LLAMA_PYTHON names no interpreter")
+@pytest.mark.parametrize(
+    "made", [case for case in CASES if case not in REFUSED_BY_LLAMA_CPP], indirect=True
+)
+def test_llama_cpp_sees_the_same_config(made, tmp_path):
+    _, file = made
+    ours = logits_of(file, ids_of(40)).numpy()
+    theirs = logits_of_llama_cpp(file, ids_of(40), tmp_path)
+    of_tokens = [np.corrcoef(*pair)[0, 1] for pair in zip(ours[0], theirs[0], strict=True)]
+    assert np.median(of_tokens) > 0.9999
+
+
+@pytest.mark.parametrize("made", [("deepseek_v2", 0)], indirect=True)
+def test_files_of_before_latent_attention_was_split(made, tmp_path):
+    """As those of DeepSeek-V2 until April 2025, of which llama.cpp says no more than this."""
+    folder, file = made
+    stored = load_file(folder / "model.safetensors")
+    tensors: dict[str, Any] = {}
+    for number in range(27):
+        joined = stored[f"model.layers.{number}.self_attn.kv_b_proj.weight"].float().numpy()
+        tensors[f"blk.{number}.attn_kv_b.weight"] = joined
+        tensors |= dict.fromkeys((f"blk.{number}.attn_{part}_b.weight" for part in "kv"), None)
+    keys: dict[str, Any] = {
+        "attention.head_count_kv": (T.UINT32, 4), "attention.key_length": (T.UINT32, 48),
+        "attention.value_length": (T.UINT32, 32), "attention.key_length_mla": None,
+        "attention.value_length_mla": None, "expert_weights_norm": None,
+    }  # fmt: skip
+    older = rewrite(
+        file, tmp_path / "older.gguf", {f"deepseek2.{k}": v for k, v in keys.items()}, **tensors
+    )
+    with torch.no_grad():
+        expected = stock_model(folder)(ids_of(40)).logits
+    assert distance(logits_of(older, ids_of(40)), expected) < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("made", "key", "value"),
+    [
+        (("deepseek_v3", 0), "attention.key_length_mla", (T.UINT32, 8)),
+        (("deepseek_v3", 0), "rope.dimension_count", "64"),
+        (("deepseek_v3", 0), "expert_group_count", "2"),
+        (("deepseek_v3", 0), "rope.scaling.yarn_log_multiplier", "0.1"),
+        (("glm_moe_dsa", 0), "attention.indexer.types", [1]),
+        (("jamba", 0), "attention.head_count_kv", "2"),
+        (("jamba", 0), "ssm.inner_size", "wide"),
+        (("minimax_m3_vl_text", 0), "expert_shared_count", "two"),
+        (("qwen3_vl_moe", 0), "rope.dimension_sections", (T.UINT32, 4)),
+    ],
+    indirect=["made"],
+)
+def test_values_of_no_model_are_refused_by_their_key(made, key, value, tmp_path, request):
+    name, _ = request.node.callspec.params["made"]
+    full = f"{ARCHITECTURES[name]}.{key}"
+    with pytest.raises((CheckpointError, UnsupportedModelError)):
+        MoE(rewrite(made[1], tmp_path / "other.gguf", {full: value}))
+
+
+@pytest.mark.parametrize("made", [("deepseek_v3", 0)], indirect=True)
+def test_a_way_to_attend_that_no_config_says_is_refused(made, tmp_path):
+    """Of Mistral Large 3, which has DeepSeek's name."""
+    keys = {"deepseek2.attention.temperature_scale": (T.FLOAT32, 0.1)}
+    with pytest.raises(UnsupportedModelError, match=r"temperature_scale(.|\n)*--config"):
+        MoE(rewrite(made[1], tmp_path / "other.gguf", keys))
