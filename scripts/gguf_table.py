@@ -23,6 +23,7 @@ TOKENIZERS = {
     "laguna": ("laguna",), "mellum": ("mellum2",), "mimo2": ("qwen2",),
     "deepseek_v2": ("deepseek-llm",), "glm4_moe_lite": ("glm4",), "solar_open": ("solar-open",),
     "afmoe": ("afmoe",), "exaone-moe": ("exaone-moe",), "glm-dsa": ("glm4",), "jamba": ("llama",),
+    "mistral4": ("tekken",),
     "kimi-linear": ("kimi-k2",), "glm5-next": ("glm4",), "qwen3vlmoe": ("qwen2",),
     "deepseek2": ("deepseek-v3", "kimi-k2"), "dots1": ("qwen2",), "ernie4_5-moe": ("llama",),
     "gemma4": ("gemma4",), "glm4moe": ("glm4",), "gpt-oss": ("gpt-4o",),
@@ -44,6 +45,7 @@ DIFFERENCES = {
     "gpt_oss": "but for YaRN",
     "granitemoehybrid": "with one group of Mamba",
     "mellum": "with one `rope_theta`",
+    "mistral4": "up to the context of training",
     "phimoe": "no: other norms and routing",
 }
 

@@ -181,6 +181,14 @@ MODELS: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
     },
     "glm4_moe_lite": DEEPSEEK | DENSE_FIRST,
+    "mistral4": DEEPSEEK | {
+        "head_dim": 48,
+        "rope_parameters": {
+            "rope_type": "yarn", "rope_theta": 5000.0, "factor": 4.0, "beta_fast": 32.0,
+            "beta_slow": 1.0, "original_max_position_embeddings": 64, "mscale": 1.0,
+            "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
+        },
+    },
     "glm_moe_dsa": DEEPSEEK | DENSE_FIRST | {
         "index_topk": 16, "index_head_dim": 128, "index_n_heads": 4,
     },

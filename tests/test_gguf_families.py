@@ -43,6 +43,10 @@ FOR_LLAMA_CPP = {
     "deepseek_v4": {"index_topk": 512},
     "glm5_next": {"index_topk": 2048},
     "glm_moe_dsa": {"index_topk": 2048},
+    "mistral4": {  # no key has the growth of queries behind the context of training
+        "rope_parameters": MODELS["mistral4"]["rope_parameters"]
+        | {"original_max_position_embeddings": 2048},
+    },
     "mellum": {
         "rope_parameters": dict.fromkeys(MODELS["mellum"]["rope_parameters"], ROPE),
     },

@@ -47,7 +47,7 @@ ARCHITECTURES = {
     "glm_moe_dsa": "glm-dsa", "glm4_moe_lite": "deepseek2", "solar_open": "glm4moe",
     "cohere2_moe": "cohere2moe", "deepseek_v32": "deepseek32", "hy_v3": "hy_v3",
     "laguna": "laguna", "mellum": "mellum", "mimo_v2_flash": "mimo2",
-    "qwen4_exp_text": "qwen4exp", "deepseek_v4": "deepseek4",
+    "qwen4_exp_text": "qwen4exp", "deepseek_v4": "deepseek4", "mistral4": "mistral4",
     "minimax_m3_vl_text": "minimax-m3", "glm5_next": "glm5-next", "qwen3_vl_moe": "qwen3vlmoe",
 }  # fmt: skip
 # Of what the gguf package does not know: one that it knows, with the same names.
@@ -66,7 +66,7 @@ CHANGED = (
     "afmoe", "deepseek4", "gemma4", "glm5-next", "granitehybrid", "jamba", "kimi-linear", "laguna",
     "lfm2moe", "minimax-m3", "nemotron_h_moe", "qwen3next", "qwen35moe", "qwen3vlmoe", "qwen4exp",
 )  # fmt: skip
-ROWS_FIRST = ("minimax-m3", "qwen3vlmoe")  # of experts, as transformers saves them
+ROWS_FIRST = ("minimax-m3", "mistral4", "qwen3vlmoe")  # of experts, as transformers saves them
 # Of whole numbers, by the end of their names: they are metadata of the file.
 CONSTANTS = ("layer_multipliers", "ngram_heads_offsets", "ngram_heads_vocab_sizes")
 PLAIN = {Type.F32: np.float32, Type.F16: np.float16, Type.I32: np.int32}
@@ -146,7 +146,8 @@ class Converter:
             for place, leaf in enumerate(("gate", "up")):
                 yield Target(f"{block}.ffn_{leaf}_exps.{suffix}", [name], self._half(place, suffix))
         elif name.endswith("experts.down_proj"):
-            yield Target(f"{block}.ffn_down_exps.weight", [name], lambda t: t[0].transpose(1, 2))
+            move = one if self.architecture in ROWS_FIRST else lambda t: t[0].transpose(1, 2)
+            yield Target(f"{block}.ffn_down_exps.weight", [name], move)
         elif name.endswith("experts.down_proj_bias"):
             yield Target(f"{block}.ffn_down_exps.bias", [name], one)
         elif name.endswith("_moe.input_linear.weight"):

@@ -34,7 +34,7 @@ FIELDS = {
 WITH_FIELDS = (
     "afmoe", "cohere2_moe", "deepseek_v2", "deepseek_v3", "deepseek_v32", "deepseek_v4", "dots1",
     "ernie4_5_moe", "exaone_moe", "glm4_moe", "glm4_moe_lite", "glm5_next", "glm_moe_dsa",
-    "hy_v3", "kimi_linear", "laguna", "llama4_text", "solar_open",
+    "hy_v3", "kimi_linear", "laguna", "llama4_text", "mistral4", "solar_open",
 )  # fmt: skip
 # By model_type: how scores of experts are made of logits, where the converter says so.
 SIGMOID = (

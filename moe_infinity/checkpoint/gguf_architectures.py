@@ -54,8 +54,8 @@ ALWAYS_CHANGED = {".A_log": log_of_negative}
 ONLY_NAMES = (
     "afmoe", "cohere2moe", "deepseek2", "deepseek32", "dots1", "ernie4_5-moe", "exaone-moe",
     "glm-dsa", "glm4moe", "glm5-next", "gpt-oss", "hunyuan-moe", "hy_v3", "jamba", "kimi-linear",
-    "laguna", "lfm2moe", "llama4", "mellum", "mimo2", "minimax-m2", "olmoe", "phimoe", "qwen2moe",
-    "qwen3moe", "qwen3vlmoe",
+    "laguna", "lfm2moe", "llama4", "mellum", "mimo2", "minimax-m2", "mistral4", "olmoe", "phimoe",
+    "qwen2moe", "qwen3moe", "qwen3vlmoe",
 )  # fmt: skip
 KNOWN = dict.fromkeys(ONLY_NAMES, Architecture()) | {
     "deepseek4": Architecture(unused=("exp_probs_b_vl.bias",)),  # of images

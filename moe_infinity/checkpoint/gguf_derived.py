@@ -227,6 +227,19 @@ def deepseek2(gguf: GgufModel) -> dict[str, Any]:
     }
 
 
+def mistral4(gguf: GgufModel) -> dict[str, Any]:
+    """Return the sizes of Mistral 4's attention. No key says by how much queries behind the context
+    of training grow; all published models have the same.
+    """
+    found = latent_attention(gguf)
+    rotated = found["qk_rope_head_dim"]
+    head = rotated + found["qk_nope_head_dim"]
+    found["rope_parameters"] |= {
+        "partial_rotary_factor": rotated / head, "llama_4_scaling_beta": 0.1,
+    }  # fmt: skip
+    return found | {"head_dim": head}
+
+
 def indexed_attention(gguf: GgufModel) -> dict[str, Any]:
     """Return the fields of latent attention to the tokens that an index chooses."""
     found = latent_attention(gguf) | dense_first(gguf)

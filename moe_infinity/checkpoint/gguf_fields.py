@@ -260,6 +260,11 @@ METADATA: dict[str, Metadata] = {
         "minimax_m3_vl_text", "qwen3_moe", MINIMAX_M3_FIELDS, has_partial_rotary=True,
         neutral=OF_SIGMOID, derived=derived.minimax_m3,
     ),
+    "mistral4": Metadata(
+        "mistral4", "qwen3_moe", ROUTED_FIELDS | LATENT_FIELDS,
+        ROUTED | {"q_lora_rank": None, "architectures": ["Mistral4ForCausalLM"]},
+        neutral={"attention.temperature_scale": (0,)}, derived=derived.mistral4,
+    ),
     "nemotron_h_moe": Metadata(
         "nemotron_h", "qwen3_moe", NEMOTRON_FIELDS, has_positions=False, neutral=OF_SIGMOID,
         derived=derived.nemotron,
