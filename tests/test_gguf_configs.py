@@ -144,7 +144,7 @@ def test_files_of_before_latent_attention_was_split(made, tmp_path):
     ],
     indirect=["made"],
 )
-def test_values_of_no_model_are_refused_by_their_key(made, key, value, tmp_path, request):
+def test_values_of_no_model_are_refused(made, key, value, tmp_path, request):
     name, _ = request.node.callspec.params["made"]
     full = f"{ARCHITECTURES[name]}.{key}"
     with pytest.raises((CheckpointError, UnsupportedModelError)):

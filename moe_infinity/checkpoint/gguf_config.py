@@ -22,13 +22,10 @@ MAY_BE_ZERO = (
     "first_k_dense_replace", "moe_layer_start_index", "moe_num_shared_experts", "n_shared_experts",
     "num_shared_experts", "shared_intermediate_size",
 )  # fmt: skip
-NO_IF_ZERO = ("expert_weights_scale", "expert_group_count", "expert_group_used_count")
-NOT_SIZES = (
-    "max_position_embeddings",
-    "model_max_length",
-    "sliding_window",
-    "rope_theta",
-)  # may be larger
+ABSENT_IF_ZERO = ("expert_weights_scale", "expert_group_count", "expert_group_used_count")
+NOT_SIZES = (  # may be larger
+    "max_position_embeddings", "model_max_length", "sliding_window", "rope_theta",
+)  # fmt: skip
 REQUIRED = ("attention.head_count", "attention.layer_norm_rms_epsilon", "expert_used_count")
 # Keys that change what a model computes, and values of theirs that do not. They are refused where
 # the config has no field for them.
@@ -109,7 +106,7 @@ def _mapped(gguf: GgufModel, known: Metadata) -> dict[str, Any]:
     fields = {**GGUF_CONFIG_MAPPING[known.like], "rope.dimension_count": None, **known.more}
     for key, name in fields.items():
         value = _one(gguf.value(key))
-        if name is None or value is None or (key in NO_IF_ZERO and value == 0):
+        if name is None or value is None or (key in ABSENT_IF_ZERO and value == 0):
             continue
         is_size = type(value) is int and name not in NOT_SIZES
         least = 0 if name in MAY_BE_ZERO else 1

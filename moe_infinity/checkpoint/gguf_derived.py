@@ -81,8 +81,7 @@ def qwen4(gguf: GgufModel) -> dict[str, Any]:
 
 def gemma4(gguf: GgufModel) -> dict[str, Any]:
     """Return the fields whose values are others in layers with a sliding window."""
-    kinds = {True: "sliding_attention", False: "full_attention"}
-    layer_types = [kinds[bool(s)] for s in of_layers(gguf, "attention.sliding_window_pattern")]
+    layer_types = windows(gguf)["layer_types"]
     heads = of_layers(gguf, "attention.head_count_kv")
     widths = of_layers(gguf, "feed_forward_length")
     full = [number for number, kind in enumerate(layer_types) if kind == "full_attention"]
@@ -229,7 +228,7 @@ def deepseek2(gguf: GgufModel) -> dict[str, Any]:
 
 def mistral4(gguf: GgufModel) -> dict[str, Any]:
     """Return the sizes of Mistral 4's attention. No key says by how much queries behind the context
-    of training grow; all published models have the same.
+    of training grow, so it is what the class in transformers has.
     """
     found = latent_attention(gguf)
     rotated = found["qk_rope_head_dim"]
@@ -270,15 +269,9 @@ def ernie(gguf: GgufModel) -> dict[str, Any]:
 
 def kimi_linear(gguf: GgufModel) -> dict[str, Any]:
     """Return which layers of Kimi Linear have attention, and its sizes."""
-    return (
-        latent_attention(gguf)
-        | dense_first(gguf)
-        | {
-            "layer_types": by_keys(gguf, "linear_attention")["layer_types"],
-            "linear_num_heads": gguf.value("attention.head_count"),
-            "num_key_value_heads": gguf.value("attention.head_count"),
-        }
-    )
+    heads = gguf.value("attention.head_count")
+    found = by_keys(gguf, "linear_attention") | latent_attention(gguf) | dense_first(gguf)
+    return found | {"linear_num_heads": heads, "num_key_value_heads": heads}
 
 
 def mimo2(gguf: GgufModel) -> dict[str, Any]:
@@ -286,14 +279,8 @@ def mimo2(gguf: GgufModel) -> dict[str, Any]:
     heads = of_layers(gguf, "attention.head_count_kv")
     kinds = windows(gguf)["layer_types"]
     full = kinds.index("full_attention") if "full_attention" in kinds else 0
-    return (
-        windows(gguf)
-        | two_ropes(gguf)
-        | dense_first(gguf)
-        | {
-            "num_key_value_heads": heads[full],
-        }
-    )
+    found = {"layer_types": kinds, "num_key_value_heads": heads[full]}
+    return two_ropes(gguf) | dense_first(gguf) | found
 
 
 def exaone(gguf: GgufModel) -> dict[str, Any]:
@@ -332,8 +319,8 @@ def jamba(gguf: GgufModel) -> dict[str, Any]:
         "mamba_expand": gguf.value("ssm.inner_size") // gguf.value("embedding_length"),
     }
     for name, end in (("attn", "attn_q.weight"), ("expert", "ffn_gate_inp.weight")):
-        has = by_tensors(gguf, end, ("yes", "no"))
-        numbers = [number for number, kind in enumerate(has) if kind == "yes"] or [0]
+        names = [f"blk.{number}.{end}" for number in range(gguf.num_layers)]
+        numbers = [number for number, name in enumerate(names) if name in gguf.tensors] or [0]
         period = numbers[1] - numbers[0] if len(numbers) > 1 else gguf.num_layers
         found |= {f"{name}_layer_offset": numbers[0], f"{name}_layer_period": period}
     return found
