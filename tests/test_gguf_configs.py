@@ -151,6 +151,15 @@ def test_values_of_no_model_are_refused(made, key, value, tmp_path, request):
         MoE(rewrite(made[1], tmp_path / "other.gguf", {full: value}))
 
 
+def test_files_of_grouped_experts_that_do_not_say_so_are_warned_of(tmp_path, caplog):
+    for count, warns in ((8, False), (160, True)):
+        folder = build("deepseek_v2", tmp_path / str(count), n_routed_experts=count)
+        convert(folder, folder / "model.gguf", "f32")
+        caplog.clear()
+        with MoE(folder / "model.gguf", device="cpu"):
+            assert ("expert_group_count" in caplog.text) == warns
+
+
 @pytest.mark.parametrize("made", [("deepseek_v3", 0)], indirect=True)
 def test_a_way_to_attend_that_no_config_says_is_refused(made, tmp_path):
     """Of Mistral Large 3, which has DeepSeek's name."""

@@ -4,11 +4,16 @@ tensors decide.
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
-from moe_infinity.checkpoint.gguf_file import GgufModel
+from moe_infinity.checkpoint.gguf_file import WITH_CONFIG, GgufModel
 from moe_infinity.checkpoint.gguf_rope import proportional_rope, rope_parameters
 from moe_infinity.errors import CheckpointError
+
+GROUPED = (160, 256)  # experts of a layer of DeepSeek-V2 and V3, which choose among groups first
+
+logger = logging.getLogger(__name__)
 
 
 def of_layers(gguf: GgufModel, key: str) -> list[Any]:
@@ -220,6 +225,9 @@ def deepseek2(gguf: GgufModel) -> dict[str, Any]:
     """
     is_v3 = has_tensor(gguf, "exp_probs_b.bias") or gguf.value("expert_gating_func") == 2
     has_groups = gguf.value("expert_group_count", 1) > 1
+    if gguf.value("expert_count") in GROUPED and gguf.value("expert_group_count") is None:
+        logger.warning("%s: no deepseek2.expert_group_count, so experts of all groups are compared "
+                       "for a token, as in llama.cpp\n%s", gguf.files[0], WITH_CONFIG)  # fmt: skip
     return latent_attention(gguf) | {
         "model_type": "deepseek_v3" if is_v3 else "deepseek_v2",
         "topk_method": "group_limited_greedy" if has_groups else "greedy",
