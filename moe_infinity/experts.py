@@ -148,14 +148,28 @@ class ExpertLayout:
         return last.offset + -(-last.num_bytes // PARAM_ALIGNMENT) * PARAM_ALIGNMENT
 
 
+class Place(NamedTuple):
+    """Where an expert lies: the addresses from which on its parts lie as in a slot. In a slot they
+    are the same; in mapped files they are three.
+    """
+
+    up: int  # of the first product
+    down: int  # of `down_proj`
+    biases: int
+
+    @classmethod
+    def in_slot(cls, address: int) -> Place:
+        """The place of an expert that lies in a slot."""
+        return cls(address, address, address)
+
+
 class MappedExpert(NamedTuple):
-    """An expert that is used where its files are mapped. The parts of a product lie from an address
-    on as they lie in a slot; those of `down_proj` may have another one.
+    """An expert that is used where its files are mapped, but for its biases, which are in memory of
+    their own.
     """
 
     parts: Mapping[str, memoryview]  # by the names of the layout
-    address: int
-    address_of_down: int
+    place: Place
 
 
 NO_EXPERT = -1  # in place of an expert id: the pair has none

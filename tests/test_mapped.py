@@ -131,6 +131,28 @@ def test_experts_whose_parts_lie_apart_have_the_bits_of_copied_ones(
         monkeypatch.setattr(expert_loader, "MIN_MAPPED_BYTES", 0)
 
 
+@pytest.mark.usefixtures("can_map")
+@pytest.mark.parametrize("is_exact", [False, True])
+@pytest.mark.parametrize("name", ["gpt_oss", "llama4_text"])
+def test_experts_whose_rows_have_another_order_have_the_bits_of_copied_ones(
+    name, tmp_path, is_exact, monkeypatch
+):
+    """gpt-oss takes rows of gate and up in turn, and has biases; both transpose."""
+    folder = build(name, tmp_path / "model", **WIDE)
+    file = tmp_path / "model.gguf"
+    convert(folder, file, "mxfp4")
+    asked = watched_places(monkeypatch)
+    mapped, is_mapped = computed(file, exact=is_exact)
+    assert is_mapped
+    assert all(place is not None for _, place in asked)
+    monkeypatch.setattr(expert_loader, "MIN_MAPPED_BYTES", 1 << 40)
+    copied, is_mapped = computed(file, exact=is_exact)
+    assert not is_mapped
+    assert torch.equal(mapped, copied)
+    with MoE(file, exact=is_exact) as moe:
+        assert is_exact or "read by kernels" in moe.report().experts
+
+
 def test_experts_that_do_not_all_fit_or_are_packed_on_load_are_copied(tiny_checkpoint):
     assert not computed(tiny_checkpoint, host_memory="50%")[1]
     assert not computed(tiny_checkpoint, expert_dtype="int8")[1]

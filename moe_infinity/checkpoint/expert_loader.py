@@ -87,7 +87,7 @@ class ExpertLoader:
         """
         recipes = self.recipes[key.moe_layer_idx]
         try:
-            return recipes.mapped(key.expert_idx, self._reader.mapped)
+            return recipes.mapped(key.expert_idx, self._reader)
         except OSError as error:
             extent = recipes.recipes[0].extents(key.expert_idx)[0]
             where = f"{extent.file}: cannot be read at byte {extent.offset}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
@@ -13,11 +13,8 @@ from moe_infinity.checkpoint.files import BLOCK_BYTES, Copy, Piece, in_whole_blo
 from moe_infinity.checkpoint.headers import Extent
 from moe_infinity.checkpoint.reader import Reader
 from moe_infinity.checkpoint.recipe import Recipe, Shapes
-from moe_infinity.experts import ExpertLayout, MappedExpert, ParamSpec
+from moe_infinity.experts import ExpertLayout, MappedExpert, ParamSpec, Place
 from moe_infinity.system.memory import address_of
-
-if TYPE_CHECKING:
-    pass
 
 MIN_MAPPED_SHARE = 0.9  # of the experts of a layer; others begin in one file and end in the next
 MOST_WITH_GAPS = 1.03  # times as large may a slot become so that its parts lie in blocks
@@ -31,6 +28,8 @@ class LayerRecipes:
 
     def __init__(self, recipes: Sequence[Recipe], *, is_transposed: bool) -> None:
         self.recipes = tuple(recipes)
+        self._biases = [recipe for recipe in recipes if recipe.is_of_biases]
+        self._weights = [recipe for recipe in recipes if not recipe.is_of_biases]
         self._is_transposed = is_transposed
         self.layout = self._arranged()
         self._ends: dict[Path, int] = {}  # of experts in files, if parts lie in blocks as there
@@ -53,6 +52,7 @@ class LayerRecipes:
             return layout
         begins = {at: (str(extent.file), extent.offset) for extent, at in copies}
         specs = sorted(layout.params, key=lambda spec: begins[spec.offset])
+        specs.sort(key=lambda spec: len(shapes[spec.name][0]) < 2)  # biases come last
         return self._laid_out({spec.name: shapes[spec.name] for spec in specs})
 
     def _laid_out(self, shapes: Shapes) -> ExpertLayout:
@@ -84,7 +84,8 @@ class LayerRecipes:
     def lie_in_blocks(self, num_experts: int) -> None:
         """Let each part begin in a block of the slot where it begins in a block of its file, and
         have its blocks alone, unless parts are neighbours in the file. Nothing changes where
-        experts differ in that, or where the gaps would take much memory.
+        experts differ in that, where the gaps would take much memory, or for experts with biases,
+        which have to follow each other.
         """
         if (layout := self._in_blocks(num_experts)) is not None:
             self.layout = self._applied(layout)
@@ -95,6 +96,8 @@ class LayerRecipes:
         """The layout after `lie_in_blocks`; None if nothing changes."""
         places = self._places(0)
         if places is None or any(self._places(i) != places for i in range(1, num_experts)):
+            return None
+        if self._biases:
             return None
         specs = {spec.offset: spec for spec in self.layout.params}
         moved: list[ParamSpec] = []
@@ -133,12 +136,13 @@ class LayerRecipes:
 
     def begins(self, expert_idx: int) -> list[tuple[Path, int]] | None:
         """The file and the byte from which a slot with this expert would reach, for its first
-        product and for `down_proj`. None if the file does not have its parts as a slot does.
+        product and for `down_proj`. None if the file does not have its weights as a slot does.
         """
         begins: list[set[tuple[Path, int]]] = [set(), set()]
-        for recipe in self.recipes:
-            if (copies := recipe.copies(expert_idx)) is None:
-                return None
+        if self.copies(expert_idx) is None:
+            return None
+        for recipe in self._weights:
+            copies = recipe.copies(expert_idx) or ()
             begins[recipe.is_of_down].update((e.file, e.offset - at) for e, at in copies)
         begins[1] = begins[1] or begins[0]
         if any(len(found) != 1 for found in begins):
@@ -168,48 +172,65 @@ class LayerRecipes:
         belongs to other experts.
         """
         if self.begins(0) is None and (offsets := self._apart(num_experts)) is not None:
-            specs = {spec.name: spec for spec in self.layout.params}
-            moved = [replace(specs[name], offset=at) for name, at in offsets.items()]
+            moved = [
+                replace(spec, offset=offsets.get(spec.name, spec.offset))
+                for spec in self.layout.params
+            ]
             moved.sort(key=lambda spec: spec.offset)
             self.layout = self._applied(ExpertLayout(tuple(moved)))
 
     def _apart(self, num_experts: int) -> dict[str, int] | None:
-        """The distance of each part from the first one of its product in the file, by its name.
-        None if experts differ in it.
+        """The distance of each weight's part from the first one of its product in the file, by its
+        name. None if experts differ in it.
         """
         if self.copies(0) is None:
             return None
         offsets: dict[str, int] = {}
         for is_of_down in (False, True):
-            recipes = [recipe for recipe in self.recipes if recipe.is_of_down == is_of_down]
+            recipes = [recipe for recipe in self._weights if recipe.is_of_down == is_of_down]
             names = [spec.name for recipe in recipes for spec in recipe.stored]
             if (found := _distances(recipes, num_experts, len(names))) is None:
                 return None
             offsets |= zip(names, found, strict=True)
         return offsets
 
-    def mapped(
-        self, expert_idx: int, mapped: Callable[[Extent], memoryview]
-    ) -> MappedExpert | None:
-        """An expert where `mapped` has the bytes of its files; None if its parts do not lie there
-        as in a slot, or if they are converted.
+    def mapped(self, expert_idx: int, reader: Reader) -> MappedExpert | None:
+        """An expert where the page cache has the bytes of its files, and its biases read; None if
+        its weights do not lie there as in a slot, or if parts are converted. Raises OSError where
+        files cannot be mapped, CheckpointError.
         """
         if (begins := self.begins(expert_idx)) is None:
             return None
         parts: dict[str, memoryview] = {}
         addresses = [0, 0]
-        for recipe in self.recipes:
+        for recipe in self._weights:
             file, begin = begins[recipe.is_of_down]
             for spec in recipe.stored:
-                part = mapped(Extent(file, begin + spec.offset, spec.num_bytes))
+                part = reader.mapped(Extent(file, begin + spec.offset, spec.num_bytes))
                 addresses[recipe.is_of_down] = address_of(part) - spec.offset
                 parts[spec.name] = part
-        return MappedExpert(parts, addresses[0], addresses[1] or addresses[0])
+        place = Place(addresses[0], addresses[1] or addresses[0], 0)
+        if not self._biases:
+            return MappedExpert(parts, place)
+        biases, at = self._read_biases(expert_idx, reader)
+        return MappedExpert(parts | biases, place._replace(biases=at))
+
+    def _read_biases(self, expert_idx: int, reader: Reader) -> tuple[dict[str, memoryview], int]:
+        """The biases of an expert in memory of their own, and the address from which on they lie
+        as in a slot.
+        """
+        specs = [spec for recipe in self._biases for spec in recipe.stored]
+        first = min(spec.offset for spec in specs)
+        memory = memoryview(bytearray(max(spec.offset + spec.num_bytes for spec in specs) - first))
+        copies = [copy for recipe in self._biases for copy in recipe.copies(expert_idx) or ()]
+        reader.read([(e, memory[at - first :][: e.num_bytes]) for e, at in copies])
+        parts = {spec.name: memory[spec.offset - first :][: spec.num_bytes] for spec in specs}
+        return parts, address_of(memory) - first
 
     @property
     def is_byte_copy(self) -> bool:
         """True if loads put nothing but stored bytes into slots."""
-        return all(recipe.is_packed or recipe.only_concatenates for recipe in self.recipes)
+        return all(recipe.is_in_parts or recipe.only_concatenates for recipe in self.recipes)
 
     @property
     def is_packed(self) -> bool:
@@ -220,9 +241,9 @@ class LayerRecipes:
         return sum(extent.num_bytes for recipe in self.recipes for extent in recipe.extents(0))
 
     def read_mapped(self, expert_idx: int, reader: Reader, expert: MappedExpert) -> None:
-        """Make the bytes of a mapped expert present. Raises CheckpointError."""
+        """Make the weights of a mapped expert present. Raises CheckpointError."""
         pieces: list[Piece] = []
-        for recipe in self.recipes:
+        for recipe in self._weights:
             for i, (extent, at) in enumerate(recipe.copies(expert_idx) or ()):
                 spec = recipe.stored[i % len(recipe.stored)]  # one, if all are parts of it
                 first = at - spec.offset

@@ -1,32 +1,34 @@
-"""Recipes of packed experts whose slots differ from the checkpoint: rows in another order, or
-weights that are packed on their way into the slot.
+"""Recipes of packed experts that transformers' conversion would not leave as they are: rows in
+another order, or weights that are packed on their way into the slot.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
+from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from moe_infinity.checkpoint.formats import PACKED_BY_US
 from moe_infinity.checkpoint.headers import STORED_DTYPES
 from moe_infinity.checkpoint.layer_recipes import LayerRecipes
-from moe_infinity.checkpoint.packing import PackedTensor
 from moe_infinity.checkpoint.reader import Reader
-from moe_infinity.checkpoint.recipe import Recipe, Shapes
+from moe_infinity.checkpoint.recipe import Recipe, Shapes, Source
 from moe_infinity.experts import ParamSpec
 from moe_infinity.kernels.pack import Precision, pack
 from moe_infinity.layout import WeightLayout, view_of
 
-Order = NDArray[np.int64]  # by row of a parameter: the row of the weights that it is
+BIAS = "_bias"
+
+Order = Tensor  # int64 [R], by row of a parameter: the row of the stored weights that it is
 
 
 def order_of(recipe: Recipe, *, is_transposed: bool) -> Order | None:
-    """The order in which a conversion puts rows, learned by converting a pattern. None if it does
-    anything else, or if the weights are not all packed in rows of one kind.
+    """The order in which a conversion puts rows, learned by converting a pattern: that of the
+    stored weights, or gate and up in turn. None if it does anything else, or if the weights are not
+    all packed in rows of one kind.
     """
     formats = {source.packed.format if source.packed else None for source in recipe.sources}
     (packed, *others) = formats
@@ -34,78 +36,91 @@ def order_of(recipe: Recipe, *, is_transposed: bool) -> Order | None:
         return None
     patterns, values = recipe.tried()
     (value,) = values.values()
-    converted = value[0].t() if is_transposed else value[0]
-    rows = [row.tobytes() for pattern in patterns for row in _rows_of(pattern[0])]
-    number = {row: at for at, row in enumerate(rows)}
-    order = [number.get(row.tobytes(), -1) for row in _rows_of(converted)]
-    return np.array(order) if sorted(order) == list(range(len(rows))) else None
+    found_RC = value[0].t() if is_transposed else value[0]
+    stored_RC = torch.cat([pattern[0] for pattern in patterns])
+    num_rows = len(stored_RC)
+    orders = [torch.arange(num_rows, device="cpu")]
+    if num_rows % 2 == 0:
+        orders.append(orders[0].view(2, -1).t().flatten())
+    return next((order for order in orders if _are_same(stored_RC[order], found_RC)), None)
 
 
-def _rows_of(weight_RC: Tensor) -> NDArray[np.uint8]:
-    return weight_RC.contiguous().view(torch.uint8).numpy()
+def _are_same(one: Tensor, other: Tensor) -> bool:
+    """True for the same bits."""
+    bits = [each.contiguous().view(torch.uint8) for each in (one, other)]
+    return one.dtype == other.dtype and torch.equal(*bits)
 
 
-class DerivedRecipe(Recipe):
-    """A recipe that fills a slot in its own way with what another recipe reads."""
+class RowsRecipe(Recipe):
+    """A recipe whose conversion puts rows in another order, and rounds at most. A slot has them as
+    they are stored, where kernels multiply with them: gpt-oss and Llama 4 in GGUF files.
 
-    def __init__(self, recipe: Recipe) -> None:
-        fields = {f.name: getattr(recipe, f.name) for f in dataclasses.fields(Recipe)}
-        super().__init__(**fields)
-
-    def copies(self, expert_idx: int) -> None:
-        return None
-
-    def params(self, slot: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {
-            spec.name: weight.unpacked(slot, getattr(torch, spec.dtype))
-            for spec, weight in zip(self.targets.values(), self.weights, strict=True)
-        }
-
-
-class ReorderedRecipe(DerivedRecipe):
-    """A recipe that puts the rows of packed weights in the order that the experts' class wants.
-
-        gate [R, C], up [R, C], in the file --rows taken in turn--> [2 R, C], in the slot
-
-    Rows of a block format are runs of bytes that nothing else depends on. So they are put in order
-    when an expert is loaded, and stay packed: gpt-oss and Llama 4 in GGUF files.
+        gate [R, C], up [R, C], in the file and in the slot --rows taken in turn--> [2 R, C]
     """
 
-    def __init__(self, recipe: Recipe, order: Order) -> None:
-        super().__init__(recipe)
-        self._order = order
+    def __init__(self, recipe: Recipe, order: Order, *, is_transposed: bool) -> None:
+        super().__init__(**_fields_of(recipe))
+        self.order = order
+        self._is_transposed = is_transposed
+
+    @property
+    def is_in_parts(self) -> bool:
+        return True
 
     @property
     def is_in_rows(self) -> bool:
         return True
 
-    def slot_shapes(self) -> Shapes:
+    @property
+    def alternates(self) -> bool:
+        return self.order[:2].tolist() != [0, 1][: len(self.order)]
+
+    def _layout(self, parts: dict[str, ParamSpec], source: Source) -> WeightLayout:
+        if source.packed is None:
+            return WeightLayout.plain(parts[""])
+        return source.packed.format.layout_of(parts, is_transposed=self._is_transposed)
+
+    def params(self, slot: dict[str, Tensor]) -> dict[str, Tensor]:
         (spec,) = self.targets.values()
-        (shape, dtype), *_ = self.sources[0].stored_shapes().values()
-        return {f"{spec.name} values": ((len(self._order), shape[-1]), dtype)}
-
-    def lay_out(self, specs: dict[str, ParamSpec], *, is_transposed: bool) -> None:
-        self.stored = tuple(specs[name] for name in self.slot_shapes())
-        packed = self.sources[0].packed
-        assert isinstance(packed, PackedTensor)
-        parts = {"values": self.stored[0]}
-        self.weights = (packed.format.layout_of(parts, is_transposed=is_transposed),)
-
-    def load(self, expert_idx: int, reader: Reader, slot: memoryview) -> None:
-        (spec,) = self.stored
-        scratch = np.empty(spec.shape, np.uint8)
-        begin = 0
-        pieces = []
-        for extent in self.extents(expert_idx):
-            flat = scratch.reshape(-1)[begin : begin + extent.num_bytes]
-            pieces.append((extent, flat.data))
-            begin += extent.num_bytes
-        reader.read(pieces)
-        rows = np.frombuffer(slot[spec.offset : spec.offset + spec.num_bytes], np.uint8)
-        np.take(scratch, self._order, axis=0, out=rows.reshape(spec.shape))
+        dim = -1 if self._is_transposed else 0
+        rows = torch.cat([weight.unpacked(slot, self._dtype) for weight in self.weights], dim)
+        return {spec.name: rows.index_select(dim, self.order)}
 
 
-class PackedRecipe(DerivedRecipe):
+def with_biases(recipes: list[Recipe]) -> list[Recipe]:
+    """The recipes of a layer, in which biases have the order of weights that lie in rows."""
+    weights = {
+        spec.name: recipe
+        for recipe in recipes
+        if isinstance(recipe, RowsRecipe)
+        for spec in recipe.targets.values()
+    }
+    return [_in_order_of(recipe, weights) for recipe in recipes]
+
+
+def _in_order_of(recipe: Recipe, weights: Mapping[str, RowsRecipe]) -> Recipe:
+    """The recipe of a bias, with numbers as they are stored, if its weight is so and if conversion
+    does the same to both. Any other recipe as it is.
+    """
+    names = [spec.name for spec in recipe.targets.values()]
+    weight = weights.get(names[0].removesuffix(BIAS))
+    is_plain = all(source.num_parts and not source.packed for source in recipe.sources)
+    if len(names) > 1 or not names[0].endswith(BIAS) or weight is None or not is_plain:
+        return recipe
+    patterns, values = recipe.tried()
+    (value,) = values.values()
+    stored_R = torch.cat([pattern.flatten() for pattern in patterns]).to(value.dtype)
+    if len(stored_R) != len(weight.order):
+        return recipe
+    is_same = _are_same(stored_R[weight.order], value.flatten())
+    return RowsRecipe(recipe, weight.order, is_transposed=False) if is_same else recipe
+
+
+def _fields_of(recipe: Recipe) -> dict[str, Any]:
+    return {field.name: getattr(recipe, field.name) for field in dataclasses.fields(Recipe)}
+
+
+class PackedRecipe(Recipe):
     """A recipe whose matrices are packed when they are loaded. Parameters that are no matrices, or
     fit no group, stay as they are.
 
@@ -115,7 +130,7 @@ class PackedRecipe(DerivedRecipe):
     """
 
     def __init__(self, recipe: Recipe, precision: Precision, *, is_transposed: bool) -> None:
-        super().__init__(recipe)
+        super().__init__(**_fields_of(recipe))
         self._precision = precision
         self._is_transposed = is_transposed
         self._unpacked = LayerRecipes([recipe], is_transposed=is_transposed)
@@ -160,6 +175,15 @@ class PackedRecipe(DerivedRecipe):
                 weight = weight_format.layout_of(placed, is_transposed=is_transposed)
             weights.append(weight)
         self.weights = tuple(weights)
+
+    def copies(self, expert_idx: int) -> None:
+        return None
+
+    def params(self, slot: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {
+            spec.name: weight.unpacked(slot, getattr(torch, spec.dtype))
+            for spec, weight in zip(self.targets.values(), self.weights, strict=True)
+        }
 
     def load(self, expert_idx: int, reader: Reader, slot: memoryview) -> None:
         layout = self._unpacked.layout

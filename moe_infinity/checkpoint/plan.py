@@ -35,7 +35,7 @@ from moe_infinity.architectures.module_list import LIST, is_list_of_experts
 from moe_infinity.architectures.outside_interface import ADAPTERS
 from moe_infinity.checkpoint.headers import Headers, StoredTensor
 from moe_infinity.checkpoint.layer_recipes import LayerRecipes
-from moe_infinity.checkpoint.packed_recipes import Order, ReorderedRecipe, order_of
+from moe_infinity.checkpoint.packed_recipes import Order, RowsRecipe, order_of, with_biases
 from moe_infinity.checkpoint.packing import Format, PackedTensor
 from moe_infinity.checkpoint.recipe import Recipe, Source
 from moe_infinity.errors import CheckpointError, UnsupportedModelError
@@ -189,10 +189,12 @@ def plan_experts(model: Any, contents: Contents) -> Plan:
                 orders[kind] = order_of(recipe, is_transposed=bool(group.layer.is_transposed))
         recipe.only_concatenates = trials[kind]
         if (order := orders.get(kind)) is not None:
-            recipe = ReorderedRecipe(recipe, order)
+            recipe = RowsRecipe(recipe, order, is_transposed=bool(group.layer.is_transposed))
         recipes[group.layer.name].append(recipe)
     own = {
-        layer.name: LayerRecipes(recipes[layer.name], is_transposed=bool(layer.is_transposed))
+        layer.name: LayerRecipes(
+            with_biases(recipes[layer.name]), is_transposed=bool(layer.is_transposed)
+        )
         for layer in layers
         if layer.name not in tied
     }

@@ -109,8 +109,20 @@ class Recipe:
 
     @property
     def is_of_down(self) -> bool:
-        """True if it fills `down_proj` or its bias, the product that comes last."""
+        """True if it fills `down_proj`, the product that comes last."""
         return all(spec.name.startswith(DOWN) for spec in self.targets.values())
+
+    @property
+    def is_of_biases(self) -> bool:
+        """True if it fills nothing but vectors."""
+        return all(len(spec.shape) < 2 for spec in self.targets.values())
+
+    @property
+    def alternates(self) -> bool:
+        """True if a slot has the rows of gate before those of up, and the parameter has them in
+        turn.
+        """
+        return False
 
     @property
     def is_in_parts(self) -> bool:

@@ -152,11 +152,8 @@ class LayerComputer:
         backend = self.by_kernels
         if backend is None or backend.weighs_input:
             return None
-        return Residents(
-            backend.experts,
-            np.array([backend.slots.address_of(slot_id) for slot_id in slot_ids], np.int64),
-            np.array([backend.slots.address_of_down(slot_id) for slot_id in slot_ids], np.int64),
-        )
+        places = [backend.slots.place_of(slot_id) for slot_id in slot_ids]
+        return Residents(backend.experts, np.array(places, np.int64))
 
 
 class CallsWork:

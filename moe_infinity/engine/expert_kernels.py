@@ -69,7 +69,7 @@ class _TwoProducts(NamedTuple):
 
     up: Sequence[WeightLayout]  # one below the other
     down: Sequence[WeightLayout]
-    biases: list[ParamSpec]  # one for each product, or none
+    biases: list[ParamSpec]  # one for each weight, or none
     activation: Activation
     is_interleaved: bool
 
@@ -93,10 +93,15 @@ def _two_products(layer: ExpertsModule, recipes: LayerRecipes) -> Verdict[_TwoPr
         return activation
     is_transposed = bool(layer.is_transposed)
     up, down = (_matrices(filled_by[name], is_transposed=is_transposed) for name in names)
-    biases = [bias for name in bias_names if (bias := _bias(filled_by[name])) is not None]
-    if up is None or down is None or len(biases) < len(bias_names):
+    of_biases = [filled_by[name] for name in bias_names]
+    biases = [bias for recipe in of_biases if not recipe.is_packed for bias in recipe.stored]
+    if up is None or down is None or len(biases) not in (0, len(up) + len(down)):
         return FellBack("kernels do not read its weights as they lie in a slot")
-    return Found(_TwoProducts(up, down, biases, *activation.path))
+    function, is_interleaved = activation.path
+    orders = {filled_by[name].alternates for name in names[:1] + bias_names[:1]}
+    if True in orders and (len(orders) > 1 or not is_interleaved):
+        return FellBack("kernels do not read its rows in the order that they have in a slot")
+    return Found(_TwoProducts(up, down, biases, function, is_interleaved and True not in orders))
 
 
 def _matrices(recipe: Recipe, *, is_transposed: bool) -> Sequence[WeightLayout] | None:
@@ -106,8 +111,3 @@ def _matrices(recipe: Recipe, *, is_transposed: bool) -> Sequence[WeightLayout] 
         for weight in recipe.weights
     )
     return recipe.weights if fits and recipe.is_in_rows else None
-
-
-def _bias(recipe: Recipe) -> ParamSpec | None:
-    is_plain = len(recipe.stored) == 1 and not recipe.is_packed
-    return recipe.stored[0] if is_plain else None

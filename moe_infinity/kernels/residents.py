@@ -14,5 +14,4 @@ class Residents(NamedTuple):
     """The experts of one layer, all in memory, where they stay."""
 
     experts: FusedExperts
-    addresses_E: Ints  # int64: where the slot of each begins
-    down_addresses_E: Ints  # int64: from where its down_proj lies as in a slot
+    places_E: Ints  # int64 [E, 3]: the Place of each

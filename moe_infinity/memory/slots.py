@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from moe_infinity.errors import ConfigError
-from moe_infinity.experts import ExpertKey, ExpertLayout, MappedExpert, ParamSpec
+from moe_infinity.experts import ExpertKey, ExpertLayout, MappedExpert, ParamSpec, Place
 from moe_infinity.layout import view_of
 from moe_infinity.sizes import format_bytes, parse_size
 from moe_infinity.system.machine import machine_memory_bytes
@@ -38,12 +38,8 @@ class Slots(ABC):
         return self._views.setdefault(layout, SlotViews(self, layout))
 
     @abstractmethod
-    def address_of(self, slot_id: int) -> int:
-        """The memory address of the slot's first byte."""
-
-    def address_of_down(self, slot_id: int) -> int:
-        """The same for the parts of `down_proj`: they lie from there on as the layout says."""
-        return self.address_of(slot_id)
+    def place_of(self, slot_id: int) -> Place:
+        """Where the parts of the expert in the slot lie."""
 
     @abstractmethod
     def part_of(self, slot_id: int, spec: ParamSpec) -> Tensor:
@@ -58,7 +54,12 @@ class BufferSlots(Slots):
         self._buffer = buffer
 
     def address_of(self, slot_id: int) -> int:
+        """The memory address of the slot's first byte."""
         return self._buffer.data_ptr() + slot_id * self.slot_bytes
+
+    def place_of(self, slot_id: int) -> Place:
+        """Where the parts of the expert in the slot lie."""
+        return Place.in_slot(self.address_of(slot_id))
 
     def tensor_of(self, slot_id: int, num_bytes: int) -> Tensor:
         """uint8 [num_bytes] from the slot's first byte; it may reach into the slots that follow."""
@@ -114,29 +115,27 @@ class MappedSlots(Slots):
         super().__init__(num_slots, slot_bytes, torch.device("cpu"))
         self.num_bytes = num_bytes
         self._mapped = mapped
-        self._places: dict[int, memoryview | MappedExpert] = {}
+        self._experts: dict[int, memoryview | MappedExpert] = {}
 
     def bytes_for(self, slot_id: int, key: ExpertKey) -> memoryview | MappedExpert:
         """The bytes to fill so that the slot has this expert."""
-        place = self._mapped(key) or huge_pages(self.slot_bytes)
-        self._places[slot_id] = place
-        return place
+        expert = self._mapped(key) or huge_pages(self.slot_bytes)
+        self._experts[slot_id] = expert
+        return expert
 
-    def address_of(self, slot_id: int) -> int:
-        place = self._places[slot_id]
-        return place.address if isinstance(place, MappedExpert) else address_of(place)
-
-    def address_of_down(self, slot_id: int) -> int:
-        """The same for the parts of `down_proj`: they lie from there on as the layout says."""
-        place = self._places[slot_id]
-        return place.address_of_down if isinstance(place, MappedExpert) else address_of(place)
+    def place_of(self, slot_id: int) -> Place:
+        """Where the parts of the expert in the slot lie."""
+        expert = self._experts[slot_id]
+        return (
+            expert.place if isinstance(expert, MappedExpert) else Place.in_slot(address_of(expert))
+        )
 
     def part_of(self, slot_id: int, spec: ParamSpec) -> Tensor:
         """uint8 [bytes]: a part of the expert in a slot."""
-        place = self._places[slot_id]
-        if isinstance(place, MappedExpert):
-            return torch.frombuffer(place.parts[spec.name], dtype=torch.uint8)
-        return torch.frombuffer(place, dtype=torch.uint8)[spec.offset :][: spec.num_bytes]
+        expert = self._experts[slot_id]
+        if isinstance(expert, MappedExpert):
+            return torch.frombuffer(expert.parts[spec.name], dtype=torch.uint8)
+        return torch.frombuffer(expert, dtype=torch.uint8)[spec.offset :][: spec.num_bytes]
 
 
 class SlotViews:
@@ -147,16 +146,16 @@ class SlotViews:
     def __init__(self, slots: Slots, layout: ExpertLayout) -> None:
         self._slots = slots
         self._layout = layout
-        self._params: dict[int, dict[str, Tensor]] = {}  # by address
+        self._params: dict[Place, dict[str, Tensor]] = {}
 
     def __getitem__(self, slot_id: int) -> dict[str, Tensor]:
-        address = self._slots.address_of(slot_id)
-        if address not in self._params:
-            self._params[address] = {
+        place = self._slots.place_of(slot_id)
+        if place not in self._params:
+            self._params[place] = {
                 spec.name: view_of(replace(spec, offset=0), self._slots.part_of(slot_id, spec))
                 for spec in self._layout.params
             }
-        return self._params[address]
+        return self._params[place]
 
 
 def num_host_slots(

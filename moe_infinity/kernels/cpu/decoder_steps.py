@@ -41,7 +41,14 @@ from moe_infinity.kernels.cpu.routed import (
 from moe_infinity.kernels.cpu.steps import KernelArguments
 from moe_infinity.kernels.cpu.team import LINE, num_threads
 from moe_infinity.kernels.cpu.vectors import LANES
-from moe_infinity.kernels.cpu.work import BIASES, JOB_AT, OF_EXPERTS, KernelJob, experts
+from moe_infinity.kernels.cpu.work import (
+    BIASES,
+    JOB_AT,
+    NUM_ADDRESSES,
+    OF_EXPERTS,
+    KernelJob,
+    experts,
+)
 from moe_infinity.kernels.residents import Residents
 from moe_infinity.system.machine import yield_address
 
@@ -266,8 +273,7 @@ class DecoderSteps:
         )
         self._routed[layer] = RoutedCall(**dict.fromkeys(RoutedCall._fields, 0))._replace(
             job=self._jobs[layer].ctypes.data,
-            addresses=residents.addresses_E.ctypes.data,
-            down_addresses=residents.down_addresses_E.ctypes.data,
+            places_of_all=residents.places_E.ctypes.data,
             num_experts=fixed.num_experts,
             has_shared=int(fixed.shared_width > 0),
             top_k=fixed.top_k,
@@ -327,8 +333,7 @@ class DecoderSteps:
             "row_of": 8 * num_pairs,
             "starts": 8 * num_pairs,
             "stops": 8 * num_pairs,
-            "slots": 8 * num_pairs,
-            "downs": 8 * num_pairs,
+            "places": 8 * NUM_ADDRESSES * num_pairs,
             "state": len(self._kernels) * _state_bytes(num_pairs),
             "weights": 4 * num_pairs,
             "inputs": width * self._most_seqs,

@@ -21,12 +21,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from moe_infinity.experts import Ints, ParamSpec
+from moe_infinity.experts import Ints, ParamSpec, Place
 from moe_infinity.kernels import host_float32, many_rows
 from moe_infinity.kernels.cpu import work as experts_work
 from moe_infinity.kernels.cpu.arrangement import arrange
@@ -50,9 +51,10 @@ def fused_experts(
     is_interleaved: bool = False,
 ) -> FusedExperts | None:
     """The experts of a layer. Weights lie one below the other. In `up` all rows of gate come before
-    those of up or, with `is_interleaved`, they alternate. Biases are one of up and one of down, or
-    none. None: kernels do not read these weights. Compiles what no earlier start has compiled: 2 s
-    of processor time for the first kind, 0.3 s for each further one, 0.5 to 3 s for one of GGML's.
+    those of up or, with `is_interleaved`, they alternate. There is a bias for each weight, that of
+    down last, or none. None: kernels do not read these weights. Compiles what no earlier start has
+    compiled: 2 s of processor time for the first kind, 0.3 s for each further one, 0.5 to 3 s for
+    one of GGML's.
     """
     first = Product.of(up)
     second = Product.of(down)
@@ -61,14 +63,16 @@ def fused_experts(
     num_hidden = first.num_rows // 2 if activation.is_gated else first.num_rows
     if (first.num_columns, second.num_columns) != (second.num_rows, num_hidden):
         return None
-    if (activation.is_gated and first.num_rows % 2) or (
-        biases and (len(up), len(down), len(biases)) != (1, 1, 2)
-    ):
+    if activation.is_gated and first.num_rows % 2:
         return None
-    if biases and (biases[0].dtype not in BIASES or biases[0].dtype != biases[1].dtype):
-        return None
-    if biases and {up[0].kind, down[0].kind} & {*WORDS}:  # a row in two blocks would get it twice
-        return None
+    if biases:
+        if len(biases) != len(up) + len(down) or len(down) > 1:
+            return None
+        if {weight.kind for weight in (*up, *down)} & {*WORDS}:
+            return None  # a row in two blocks would get it twice
+        if (up_bias := _joined(biases[:-1])) is None or up_bias.dtype != biases[-1].dtype:
+            return None
+        biases = [up_bias, biases[-1]]
     in_panels = widened = None
     if (many := Product.of(up, in_panels=True)) and (then := Product.of(down, in_panels=True)):
         in_panels = FusedExperts(many, then, activation, biases, is_interleaved=is_interleaved)
@@ -82,6 +86,17 @@ def fused_experts(
         first, second, activation, biases, is_interleaved=is_interleaved,
         in_panels=in_panels, widened=widened,
     )  # fmt: skip
+
+
+def _joined(biases: Sequence[ParamSpec]) -> ParamSpec | None:
+    """Biases that follow each other in a slot as one. None: kernels do not read them."""
+    first = biases[0]
+    ends = [bias.offset + bias.num_bytes for bias in biases[:-1]]
+    if first.dtype not in BIASES or {bias.dtype for bias in biases} != {first.dtype}:
+        return None
+    if ends != [bias.offset for bias in biases[1:]]:
+        return None
+    return replace(first, shape=(sum(bias.shape[0] for bias in biases),))
 
 
 class FusedExperts:
@@ -137,7 +152,7 @@ class FusedExperts:
         begins at addresses[i].
         """
         rows = self.begin(inputs_PD, len(inputs_PD), path=path)
-        rows.compute(starts[:-1], starts[1:], addresses, addresses)
+        rows.compute(starts[:-1], starts[1:], [*map(Place.in_slot, addresses)])
         return rows.out_PD.to(inputs_PD.dtype)
 
     def begin(
@@ -168,11 +183,10 @@ class Rows(ABC):
         self,
         starts: Sequence[int],
         stops: Sequence[int],
-        addresses: Sequence[int],
-        downs: Sequence[int],
+        places: Sequence[Place],
     ) -> None:
-        """Fill `out_PD` from starts[i] to stops[i] for the expert whose slot begins at
-        addresses[i], or for down_proj at downs[i], where it has to stay until this returns.
+        """Fill `out_PD` from starts[i] to stops[i] for the expert at places[i], where it has to
+        stay until this returns.
         """
 
     def sum(self, row_P: Ints, top_k_weights_TK: Tensor) -> Tensor:
@@ -203,18 +217,17 @@ class WidenedRows(Rows):
         self,
         starts: Sequence[int],
         stops: Sequence[int],
-        addresses: Sequence[int],
-        downs: Sequence[int],
+        places: Sequence[Place],
     ) -> None:
         """Fill `out_PD`, as each class of `Rows` does."""
 
-        def compute_one(expert: tuple[int, int, int, int]) -> None:
-            start, stop, address, down = expert
+        def compute_one(expert: tuple[int, int, Place]) -> None:
+            start, stop, place = expert
             rows = slice(start, stop) if self._tokens_P is None else self._tokens_P[start:stop]
             x_RD = self._inputs_TD[rows]
-            self.out_PD[start:stop] = self._experts.compute(x_RD, address, down)
+            self.out_PD[start:stop] = self._experts.compute(x_RD, place)
 
-        run_all(compute_one, zip(starts, stops, addresses, downs, strict=True))
+        run_all(compute_one, zip(starts, stops, places, strict=True))
 
 
 class FusedRows(Rows):
@@ -238,8 +251,7 @@ class FusedRows(Rows):
         self,
         starts: Sequence[int],
         stops: Sequence[int],
-        addresses: Sequence[int],
-        downs: Sequence[int],
+        places: Sequence[Place],
     ) -> None:
         """Fill `out_PD`, as each class of `Rows` does."""
         ends = [0, *np.cumsum(np.subtract(stops, starts)).tolist()]  # among the rows of this call
@@ -259,8 +271,7 @@ class FusedRows(Rows):
             self._experts.hidden_arrangement,
             ends[:-1],
             ends[1:],
-            addresses,
-            downs,
+            places,
             num_threads=num_threads(),
             x=x.data_ptr(),
             x_is_shared=int(self._is_shared),

@@ -25,6 +25,7 @@ from moe_infinity.kernels.cpu.team import LINE, call_at, fetch_add, wait_for
 from moe_infinity.kernels.cpu.vectors import float_at, int_at, put_float, put_int
 from moe_infinity.kernels.cpu.work import (
     JOB_AT,
+    NUM_ADDRESSES,
     OF_EXPERTS,
     KernelJob,
     add_weighted,
@@ -44,8 +45,7 @@ class RoutedCall(NamedTuple):
 
     # of the layer
     job: int  # what work.experts is called with
-    addresses: int  # int64 [E]: where the slot of each expert begins
-    down_addresses: int  # the same for down_proj
+    places_of_all: int  # of each expert a Place
     num_experts: int  # E
     has_shared: int  # expert
     top_k: int  # K
@@ -58,8 +58,7 @@ class RoutedCall(NamedTuple):
     row_of: int  # int64 [P]: the row of each pair
     starts: int  # int64 [P], as in KernelJob
     stops: int
-    slots: int
-    downs: int
+    places: int
     state: int  # of this layer alone
     weights: int  # float32 [P]
     inputs: int  # float32 [B, D]
@@ -96,8 +95,9 @@ def _sort(call):  # type: ignore[no-untyped-def]
         if count:
             put_int(call.starts, found, start)
             put_int(call.stops, found, start + count)
-            put_int(call.slots, found, int_at(call.addresses, expert))
-            put_int(call.downs, found, int_at(call.down_addresses, expert))
+            for i in range(NUM_ADDRESSES):
+                address = int_at(call.places_of_all, NUM_ADDRESSES * expert + i)
+                put_int(call.places, NUM_ADDRESSES * found + i, address)
             found += 1
             start += count
     for pair in range(num_pairs):

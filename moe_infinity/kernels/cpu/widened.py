@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import linear
 
-from moe_infinity.experts import ParamSpec
+from moe_infinity.experts import ParamSpec, Place
 from moe_infinity.kernels.cpu.compiler import machine_code
 from moe_infinity.kernels.cpu.product import arguments_of, loop_of, row_blocks
 from moe_infinity.kernels.cpu.steps import KernelArguments
@@ -193,27 +193,30 @@ class WidenedExperts:
         self._biases: Sequence[ParamSpec | None] = biases or (None, None)
         self._is_interleaved = is_interleaved
 
-    def compute(self, x_RD: Tensor, slot: int, down: int) -> Tensor:
-        """[R, D] -> [R, D] of the expert in the slot that begins there, or for down_proj at `down`.
-        As in the model's own code, what comes out of a product or of the activation is rounded to
-        bfloat16.
+    def compute(self, x_RD: Tensor, place: Place) -> Tensor:
+        """[R, D] -> [R, D] of the expert there. As in the model's own code, what comes out of a
+        product or of the activation is rounded to bfloat16.
         """
-        up_bias, down_bias = self._biases
-        up_RF = _product(self._up, self._up_pieces, slot, x_RD, up_bias).float()
+        up_bias_R, down_bias_R = (_bias_at(place.biases, bias) for bias in self._biases)
+        up_RF = _product(self._up, self._up_pieces, place.up, x_RD, up_bias_R).float()
         if not self._activation.is_gated:
             hidden = self._activation(up_RF)
         elif self._is_interleaved:
             hidden = self._activation(up_RF[:, 0::2], up_RF[:, 1::2])
         else:
             hidden = self._activation(*up_RF.chunk(2, dim=1))
-        return _product(self._down, self._down_pieces, down, hidden.to(x_RD.dtype), down_bias)
+        hidden = hidden.to(x_RD.dtype)
+        return _product(self._down, self._down_pieces, place.down, hidden, down_bias_R)
+
+
+def _bias_at(address: int, bias: ParamSpec | None) -> Tensor | None:
+    if bias is None:
+        return None
+    memory = (ctypes.c_uint8 * bias.num_bytes).from_address(address + bias.offset)
+    return torch.frombuffer(memory, dtype=getattr(torch, bias.dtype))
 
 
 def _product(
-    widening: Widening, pieces: list[Piece], slot: int, x_RC: Tensor, bias: ParamSpec | None
+    widening: Widening, pieces: list[Piece], slot: int, x_RC: Tensor, bias_R: Tensor | None
 ) -> Tensor:
-    bias_R = None
-    if bias is not None:
-        memory = (ctypes.c_uint8 * bias.num_bytes).from_address(slot + bias.offset)
-        bias_R = torch.frombuffer(memory, dtype=getattr(torch, bias.dtype))
     return torch.cat([widening.multiply(piece, slot, x_RC, bias_R) for piece in pieces], dim=1)

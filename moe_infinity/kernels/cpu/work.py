@@ -12,12 +12,14 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
+from moe_infinity.experts import Place
 from moe_infinity.kernels.cpu import team
 from moe_infinity.kernels.cpu.activations import activate_lanes
 from moe_infinity.kernels.cpu.arrangement import Arrangement, arrange
@@ -38,6 +40,8 @@ from moe_infinity.system.machine import yield_address
 
 BIASES = ("float32", "bfloat16", "float16")
 NO_BIAS = -1
+NUM_ADDRESSES = len(Place._fields)
+AT_UP, AT_DOWN, AT_BIASES = range(NUM_ADDRESSES)
 NEXT = 0
 DONE = LINE
 OF_EXPERTS = 2 * LINE  # in KernelJob.state
@@ -72,7 +76,7 @@ class ExpertMlp(NamedTuple):
     numbers: int = 0  # address of three: alpha, shift and limit
     gate_step: int = 0  # from one output of gate to the next, and so for up
     first_up: int = 0
-    up_bias: int = NO_BIAS  # from the start of a slot
+    up_bias: int = NO_BIAS  # bytes from the place of biases
     down_bias: int = NO_BIAS
     bias: int = 0  # the index of their dtype in BIASES
 
@@ -83,8 +87,7 @@ class KernelJob(NamedTuple):
     state: int  # next item; items done; by expert: blocks of up done, and whether hidden is ready
     starts: int  # first row of each expert
     stops: int  # one more than its last
-    slots: int  # of each expert
-    downs: int  # the same, from which down_proj lies as in a slot
+    places: int  # of each expert a Place
     num_experts: int
     x: int  # float32 [P, ...], arranged
     x_is_shared: int  # one row that all experts have
@@ -153,6 +156,12 @@ def put_number(at, index, value, dtype):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True)
+def _address_at(job, expert, field):  # type: ignore[no-untyped-def]
+    """One of the addresses of an expert's Place."""
+    return int_at(job.places, NUM_ADDRESSES * expert + field)
+
+
+@njit(nogil=True)
 def _activate(mlp, arrangement, job, expert):  # type: ignore[no-untyped-def]
     """Compute the input of down, for an expert whose up is complete."""
     first = int_at(job.starts, expert)
@@ -160,7 +169,7 @@ def _activate(mlp, arrangement, job, expert):  # type: ignore[no-untyped-def]
     at = job.up + first * mlp.up_bytes
     hidden = job.hidden + first * arrangement.row_bytes
     if mlp.up_bias != NO_BIAS:
-        bias = int_at(job.slots, expert) + mlp.up_bias
+        bias = _address_at(job, expert, AT_BIASES) + mlp.up_bias
         num_up = mlp.up_bytes // 4
         _add_bias(at, mlp.up_bytes, num_rows, bias, mlp.bias, 0, num_up)
     up = mlp.first_up if mlp.is_gated else 0
@@ -204,7 +213,7 @@ def experts(call: int) -> None:
             counter = job.state + 8 * (OF_EXPERTS + LINE * expert)
             block = block_at(mlp.up_blocks + BLOCK_BYTES * (item % mlp.num_up))
             x_bytes = 0 if job.x_is_shared else block.x_bytes
-            slot = int_at(job.slots, expert)
+            slot = _address_at(job, expert, AT_UP)
             p = int_at(job.starts, expert)
             stop = int_at(job.stops, expert)
             multiply(block, slot, p, stop, job.x, x_bytes, job.up, mlp.up_bytes)
@@ -215,12 +224,12 @@ def experts(call: int) -> None:
             expert = (item - ups) // mlp.num_down
             wait_for(job.state + 8 * (OF_EXPERTS + LINE * expert + 1), 1, job.yield_)
             block = block_at(mlp.down_blocks + BLOCK_BYTES * ((item - ups) % mlp.num_down))
-            slot = int_at(job.downs, expert)
+            slot = _address_at(job, expert, AT_DOWN)
             p = int_at(job.starts, expert)
             stop = int_at(job.stops, expert)
             multiply(block, slot, p, stop, job.hidden, block.x_bytes, job.out, mlp.out_bytes)
             if mlp.down_bias != NO_BIAS:
-                bias = slot + mlp.down_bias
+                bias = _address_at(job, expert, AT_BIASES) + mlp.down_bias
                 at = job.out + p * mlp.out_bytes
                 _add_bias(at, mlp.out_bytes, stop - p, bias, mlp.bias, block.first, block.last)
         fetch_add(job.state + 8 * DONE, 1)
@@ -233,8 +242,7 @@ def run_job(
     arrangement: array[int],
     starts: Sequence[int],
     stops: Sequence[int],
-    slots: Sequence[int],
-    downs: Sequence[int],
+    places: Sequence[Place],
     *,
     num_threads: int,
     **rest: int,
@@ -242,25 +250,24 @@ def run_job(
     """Compute a job. `rest` are the fields of KernelJob from `x` to `out`. The memory at their
     addresses has to stay until this returns.
     """
-    num_experts = len(slots)
+    num_experts = len(places)
     num_state = OF_EXPERTS + LINE * num_experts
     memory = array("q", bytes(8 * num_state))
-    for values in (starts, stops, slots, downs):
+    for values in (starts, stops, chain.from_iterable(places)):
         memory.extend(values)
     # Grows no more from here on: its address is taken.
     memory.extend([0] * (JOB_AT + len(KernelJob._fields)))
     at = memory.buffer_info()[0]
-    lists = [at + 8 * (num_state + i * num_experts) for i in range(5)]
+    first = at + 8 * num_state
     job = KernelJob(
         state=at,
-        starts=lists[0],
-        stops=lists[1],
-        slots=lists[2],
-        downs=lists[3],
+        starts=first,
+        stops=first + 8 * num_experts,
+        places=first + 16 * num_experts,
         num_experts=num_experts,
         yield_=yield_address(),
         **rest,
     )
-    call = num_state + 4 * num_experts
+    call = num_state + (2 + NUM_ADDRESSES) * num_experts
     memory[call:] = array("q", [mlp.buffer_info()[0], arrangement.buffer_info()[0], *job])
-    team.run(experts.address, lists[4], num_threads)
+    team.run(experts.address, at + 8 * call, num_threads)

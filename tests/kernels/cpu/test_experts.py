@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_infinity.experts import ParamSpec
+from moe_infinity.experts import ParamSpec, Place
 from moe_infinity.kernels.cpu.experts import fused_experts
 from moe_infinity.kernels.many_rows import RowPath
 from moe_infinity.kernels.reference import FUNCTIONS, Activation
@@ -259,8 +259,8 @@ def test_experts_may_arrive_in_any_order_and_in_any_number_of_calls(calls, path)
     expected = experts.fused(x[tokens], MANY, places, path)
     rows = experts.fused.begin(x, MANY[-1], tokens, path=path)
     for call in calls:
-        at = [places[each] for each in call]
-        rows.compute([MANY[each] for each in call], [MANY[each + 1] for each in call], at, at)
+        at = [Place.in_slot(places[each]) for each in call]
+        rows.compute([MANY[each] for each in call], [MANY[each + 1] for each in call], at)
     assert torch.equal(rows.out_PD, expected)
 
 
@@ -310,17 +310,35 @@ def test_what_kernels_do_not_read_is_refused():
     assert fused_experts([gate_up], [down], SILU, biases=whole) is None
 
 
-def test_down_may_lie_in_other_memory_than_gate_and_up():
-    """As in a mapped file where its experts have another size. The other part of each is spoilt."""
-    experts = Experts("ggml q4_k", 256, 256)
+@pytest.mark.parametrize("path", [*RowPath])
+def test_down_and_biases_may_lie_in_other_memory_than_gate_and_up(path):
+    """As in a mapped file where its experts have another size, and with biases of their own. What
+    else lies there is spoilt.
+    """
+    experts = Experts("ggml q4_k", 256, 256, splits=True, has_bias=True)
     x_PD, starts = torch.randn(5, 256), [0, 2, 2, 4, 5]
-    expected = experts.compute(x_PD, starts)
-    at = experts.described[-1].values.offset
-    ups, downs = experts.slots.clone(), torch.cat([experts.slots, experts.slots]).flip(0)
-    ups[:, at:] = 0
-    downs[:, :at] = 0
     assert experts.fused is not None
-    rows = experts.fused.begin(x_PD, len(x_PD))
-    ups_at = [slot.data_ptr() for slot in ups]
-    rows.compute(starts[:-1], starts[1:], ups_at, [down.data_ptr() for down in downs.flip(0)[:4]])
+    slots_at = [slot.data_ptr() for slot in experts.slots]
+    expected = experts.fused(x_PD, starts, slots_at, path)
+    down, biases = experts.described[-1].values, experts.described_biases
+    parts = [
+        torch.zeros_like(experts.slots),
+        torch.zeros(7, experts.slots.shape[1], dtype=torch.uint8)[::2],
+        torch.zeros_like(experts.slots).flip(0),
+    ]
+    stored = [experts.described[0].values, experts.described[1].values, down, *biases]
+    for spec, part in zip(stored, [parts[0]] * 2 + [parts[1]] + [parts[2]] * 3, strict=True):
+        bytes_of = slice(spec.offset, spec.offset + spec.num_bytes)
+        part[:, bytes_of] = experts.slots[:, bytes_of]
+    rows = experts.fused.begin(x_PD, len(x_PD), path=path)
+    places = [Place(*(slot.data_ptr() for slot in slots)) for slots in zip(*parts, strict=True)]
+    rows.compute(starts[:-1], starts[1:], places)
     assert torch.equal(rows.out_PD, expected)
+
+
+def test_biases_of_gate_and_up_have_to_follow_each_other():
+    experts = Experts("bf16", 160, 192, splits=True, has_bias=True)
+    gate, up, down = experts.described_biases
+    for wrong in ([up, gate, down], [gate, replace(up, offset=up.offset + 64), down], [gate, down]):
+        found = fused_experts(experts.described[:-1], experts.described[-1:], SILU, biases=wrong)
+        assert found is None
