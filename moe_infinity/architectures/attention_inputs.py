@@ -210,7 +210,7 @@ class Angles:
         return rows if is_of_all else rows.repeat(num_tokens // len(rows), 1)
 
     def mask_of(self, mask: Tensor | None, num_tokens: int) -> Tensor | None:
-        """[B, 1, 1, N], added or True where to look -> float32 [B, N]."""
+        """[B, 1, 1, N], added or True where to look -> float32 [B, N]. None: it hides nothing."""
         if mask is None:
             return None
         if mask is not self._mask or _version(mask) != self._mask_version:
@@ -219,10 +219,17 @@ class Angles:
                 numbers = torch.zeros_like(numbers, dtype=torch.float32).masked_fill_(
                     ~numbers, -torch.inf
                 )
-            self._numbers = numbers.to(torch.float32).contiguous()
+            self._numbers = None if hides_nothing(mask) else numbers.to(torch.float32).contiguous()
             self._mask = mask
             self._mask_version = _version(mask)
         return self._numbers
+
+
+def hides_nothing(mask: Tensor | None) -> bool:
+    """Return True if each token may look at all. A mask is added, or has True where to look."""
+    if mask is None:
+        return True
+    return bool(mask.all()) if mask.dtype == torch.bool else not mask.any()
 
 
 CACHE_NAMES = ("cache", "past_key_values")  # if a call has both, transformers takes the first

@@ -44,6 +44,7 @@ from moe_infinity.architectures.attention_inputs import (
     Angles,
     KeysAndValues,
     cache_in,
+    hides_nothing,
     takes_as_stock,
 )
 from moe_infinity.architectures.block_search import described_router
@@ -67,7 +68,8 @@ from moe_infinity.kernels.residents import Residents
 
 MOST_SEQUENCES = 64  # of a step
 # Arguments of a layer that the kernel serves, or that say nothing to it; others only if not given.
-SERVED = {"attention_mask", "position_embeddings", *CACHE_NAMES}
+MASK = "attention_mask"
+SERVED = {MASK, "position_embeddings", *CACHE_NAMES}
 KNOWN = SERVED | {"position_ids", "use_cache", "cache_position"}
 
 
@@ -160,7 +162,7 @@ class DecoderLayer:
         angles = mask = None
         if self.angles is not None:
             angles = self.angles.of(kwargs["position_embeddings"])
-            mask = self.angles.mask_of(kwargs.get("attention_mask"), cached.num_tokens)
+            mask = self.angles.mask_of(kwargs.get(MASK), cached.num_tokens)
         attended = self._steps.attend(self._number, x[:, 0], angles, cached, mask)
         self.cache.add_token(cache_layer, cached)
         residual = attended.residual[:, None]
@@ -204,7 +206,7 @@ class DecoderLayer:
         if not is_for_kernel:
             return None
         cache_layer = cache.layers[index]
-        fits = self.cache.fits(cache_layer, x, kwargs.get("attention_mask"))
+        fits = self.cache.fits(cache_layer, x, kwargs.get(MASK))
         return cache_layer if fits else None
 
     def may_follow(self, x: Tensor) -> bool:
@@ -284,6 +286,7 @@ class _Answer(NamedTuple):
     cache_layer: Any
     cached: Cached | States
     mark: Tensor  # of the cache layer, to which a token is added
+    has_mask: bool
     out: Tensor
     top_k_index_BK: Ints
 
@@ -306,15 +309,20 @@ class LayersAhead:
     def take(self, number: int, x: Tensor, kwargs: dict[str, Any]) -> Tensor | None:
         """Return the output of layer `number`; None if it was not computed for these arguments. If
         only the keyword arguments differ, no later step computes ahead from the layer before it.
+        Masks may differ, as those of a layer with a window do, if none hides anything.
         """
         answer = self._answers.take(number, x)
         if answer is None:
             return None
+        layer = self._layers[number]
         is_same = kwargs.keys() == answer.kwargs.keys()
-        if not is_same or any(kwargs[name] is not answer.kwargs[name] for name in kwargs):
-            self._layers[number].note_other_arguments(x)
+        others = {n for n in kwargs if not is_same or kwargs[n] is not answer.kwargs[n]}
+        if others == {MASK} and not answer.has_mask and hides_nothing(kwargs[MASK]):
+            others = set() if layer.cache.fits(answer.cache_layer, x, kwargs[MASK]) else others
+        if others or not is_same:
+            layer.note_other_arguments(x)
             return None
-        mark = self._layers[number].cache.mark(answer.cache_layer)
+        mark = layer.cache.mark(answer.cache_layer)
         return self._enter(number, answer) if answer.mark is mark else None
 
     def run(self, number: int, x: Tensor, kwargs: dict[str, Any]) -> Tensor | None:
@@ -331,10 +339,13 @@ class LayersAhead:
         shared = next((layer.angles for layer in layers if layer.angles is not None), None)
         if shared is not None:
             angles = shared.of(kwargs["position_embeddings"])
-            mask = shared.mask_of(kwargs.get("attention_mask"), cached[0].num_tokens)
+            mask = shared.mask_of(kwargs.get(MASK), cached[0].num_tokens)
         outs, routings = self._steps.run(number, x[:, 0], angles, cached, mask, residents)
+        has_mask = mask is not None
         answers = [
-            _Answer(kwargs, own, opened, layer.cache.mark(own), out[:, None], top_k_index_BK)
+            _Answer(
+                kwargs, own, opened, layer.cache.mark(own), has_mask, out[:, None], top_k_index_BK
+            )
             for layer, own, opened, out, top_k_index_BK in zip(
                 layers, cache_layers, cached, outs, routings, strict=True
             )
@@ -362,6 +373,8 @@ class LayersAhead:
                 break
             if not residents:  # of all layers at once, which is faster than one by one
                 are_as_loaded = self._state is not None and self._state.change() is None
+                if hides_nothing(kwargs.get(MASK)):  # those that follow may have other lengths
+                    kwargs = kwargs | {MASK: None}
             if not are_as_loaded and any(layer.changes()):
                 break
             residents.append(experts)
