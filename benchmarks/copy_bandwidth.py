@@ -138,8 +138,8 @@ def memory_work(*, is_copy: bool, num_bytes: int = 64 << 20) -> Work:
 
 def reader_cells(folder: Path, num_threads: int) -> dict[str, Callable[[], tuple[float, float]]]:
     """The Reader with whole experts, as Mover and runtime use it."""
-    from moe_infinity.checkpoint.loading import plan_from_headers
     from moe_infinity.checkpoint.reader import Reader
+    from moe_infinity.loading.model import plan_from_headers
     from moe_infinity.memory.slots import HostSlots
 
     plan = plan_from_headers(str(folder), dtype="auto")

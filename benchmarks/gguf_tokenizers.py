@@ -21,8 +21,8 @@ from typing import Any
 import gguf
 import transformers
 
-from moe_infinity.checkpoint.gguf_file import GgufModel, read_gguf_header
-from moe_infinity.checkpoint.gguf_tokenizer import tokenizer_of
+from moe_infinity.gguf.file import GgufModel, read_gguf_header
+from moe_infinity.gguf.tokenizer import tokenizer_of
 from tests.hard_texts import hard_texts
 from tools.convert_to_gguf import value_type
 from tools.vocabulary_to_gguf import read_tokenizer

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from limits import drop_from_page_cache, run_limited
 from peers_systems import LEFT_OUT, SYSTEMS, Request, System, interpreters
 
-from moe_infinity.checkpoint.gguf_file import read_gguf
+from moe_infinity.gguf.file import read_gguf
 from moe_infinity.sizes import parse_size
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # if this is run as a script

@@ -148,7 +148,7 @@ class ExpertLayout:
         return last.offset + -(-last.num_bytes // PARAM_ALIGNMENT) * PARAM_ALIGNMENT
 
 
-class Place(NamedTuple):
+class Addresses(NamedTuple):
     """Where an expert lies: the addresses from which on its parts lie as in a slot. In a slot they
     are the same; in mapped files they are three.
     """
@@ -158,8 +158,8 @@ class Place(NamedTuple):
     biases: int
 
     @classmethod
-    def in_slot(cls, address: int) -> Place:
-        """The place of an expert that lies in a slot."""
+    def in_slot(cls, address: int) -> Addresses:
+        """Those of an expert that lies in a slot."""
         return cls(address, address, address)
 
 
@@ -169,7 +169,7 @@ class MappedExpert(NamedTuple):
     """
 
     parts: Mapping[str, memoryview]  # by the names of the layout
-    place: Place
+    addresses: Addresses
 
 
 NO_EXPERT = -1  # in place of an expert id: the pair has none

@@ -7,10 +7,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from moe_infinity.checkpoint.file_names import find_gguf
-from moe_infinity.checkpoint.loading import plan_from_headers
 from moe_infinity.checkpoint.packing import PackedTensor
 from moe_infinity.checkpoint.plan import Plan, stored_bytes
 from moe_infinity.images.mmproj import VisionPart
+from moe_infinity.loading.model import plan_from_headers
 from moe_infinity.local import local_folder
 from moe_infinity.sizes import format_bytes
 

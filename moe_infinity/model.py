@@ -36,8 +36,6 @@ from numpy.typing import NDArray
 
 from moe_infinity.architectures.early_router import EarlyRouter
 from moe_infinity.architectures.without_experts import COPIED, refuse, refuse_what_needs_experts
-from moe_infinity.checkpoint.kind import load_tokenizer
-from moe_infinity.checkpoint.loading import LoadedModel, load_without_experts
 from moe_infinity.checkpoint.signature import signature_of
 from moe_infinity.config import OffloadConfig
 from moe_infinity.engine import hooks
@@ -50,6 +48,8 @@ from moe_infinity.errors import Cancelled, ClosedError
 from moe_infinity.experts import Ints, Step
 from moe_infinity.images.mmproj import VisionPart
 from moe_infinity.kernels.kv_layers import require_packable
+from moe_infinity.loading.kind import load_tokenizer
+from moe_infinity.loading.model import LoadedModel, load_without_experts
 from moe_infinity.long_prompts import in_passes
 from moe_infinity.predict.eamc import RequestEam
 from moe_infinity.predict.history import History

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import transformers
 
-from moe_infinity.checkpoint.gguf_fields import METADATA
+from moe_infinity.gguf.fields import METADATA
 from tests.gguf_files import MODELS, class_for
 from tools.convert_to_gguf import ARCHITECTURES
 

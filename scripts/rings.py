@@ -26,10 +26,11 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "moe_infinity"
 RINGS = {
     "core": (
-        ".", "engine", "cache", "predict", "memory", "architectures", "checkpoint", "system",
+        ".", "engine", "cache", "predict", "memory", "architectures", "checkpoint", "loading",
+        "system",
     ),
     "shelf": (
-        "kernels", "gpu", "quantize", "prefixes", "images", "server", "cli", "entrypoints",
+        "kernels", "gpu", "gguf", "quantize", "prefixes", "images", "server", "cli", "entrypoints",
     ),
     "outside": ("tools", "cluster"),
 }  # fmt: skip

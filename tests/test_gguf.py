@@ -17,8 +17,8 @@ import transformers
 
 from moe_infinity import CheckpointError, MoE
 from moe_infinity.architectures.model_parts import PackedLinear
-from moe_infinity.checkpoint.gguf_architectures import KNOWN
-from moe_infinity.checkpoint.gguf_fields import METADATA
+from moe_infinity.gguf.architectures import KNOWN
+from moe_infinity.gguf.fields import METADATA
 from moe_infinity.inspection import inspect_checkpoint
 from scripts.gguf_table import GUIDE, table
 from tests.closeness import distance

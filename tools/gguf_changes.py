@@ -1,7 +1,7 @@
 """What llama.cpp's converter does to single weights of hybrid models.
 
-The loader's gguf_undo.py undoes it. Both are written from llama.cpp's conversion/, not from each
-other.
+The loader's checkpoint/undo.py undoes it. Both are written from llama.cpp's conversion/, not from
+each other.
 """
 
 from __future__ import annotations

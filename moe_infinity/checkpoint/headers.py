@@ -10,7 +10,7 @@ which file. Only headers are read.
 torch reads the pickle of a .bin as one of weights only: it runs no code. On the meta device it
 reads no storage either, but notes where each begins; older versions do so for fake tensors only,
 which take six times as long. So the experts are read in place, as from safetensors. GGUF files are
-in gguf_file.py.
+in gguf/file.py.
 
 Private names of torch used here: `_subclasses.fake_tensor` and `_checkpoint_offset`, both of which
 the notes on serialization in torch's documentation have.

@@ -13,7 +13,7 @@ from moe_infinity.checkpoint.files import BLOCK_BYTES, Copy, Piece, in_whole_blo
 from moe_infinity.checkpoint.headers import Extent
 from moe_infinity.checkpoint.reader import Reader
 from moe_infinity.checkpoint.recipe import Recipe, Shapes
-from moe_infinity.experts import ExpertLayout, MappedExpert, ParamSpec, Place
+from moe_infinity.experts import Addresses, ExpertLayout, MappedExpert, ParamSpec
 from moe_infinity.system.memory import address_of
 
 MIN_MAPPED_SHARE = 0.9  # of the experts of a layer; others begin in one file and end in the next
@@ -202,18 +202,18 @@ class LayerRecipes:
         if (begins := self.begins(expert_idx)) is None:
             return None
         parts: dict[str, memoryview] = {}
-        addresses = [0, 0]
+        begin_at = [0, 0]
         for recipe in self._weights:
             file, begin = begins[recipe.is_of_down]
             for spec in recipe.stored:
                 part = reader.mapped(Extent(file, begin + spec.offset, spec.num_bytes))
-                addresses[recipe.is_of_down] = address_of(part) - spec.offset
+                begin_at[recipe.is_of_down] = address_of(part) - spec.offset
                 parts[spec.name] = part
-        place = Place(addresses[0], addresses[1] or addresses[0], 0)
+        addresses = Addresses(begin_at[0], begin_at[1] or begin_at[0], 0)
         if not self._biases:
-            return MappedExpert(parts, place)
+            return MappedExpert(parts, addresses)
         biases, at = self._read_biases(expert_idx, reader)
-        return MappedExpert(parts | biases, place._replace(biases=at))
+        return MappedExpert(parts | biases, addresses._replace(biases=at))
 
     def _read_biases(self, expert_idx: int, reader: Reader) -> tuple[dict[str, memoryview], int]:
         """The biases of an expert in memory of their own, and the address from which on they lie

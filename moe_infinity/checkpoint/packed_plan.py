@@ -14,13 +14,13 @@ from torch import nn
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 from moe_infinity.architectures.model_parts import PackedLinear, ReorderedLinear
-from moe_infinity.checkpoint.gguf_undo import Undo
 from moe_infinity.checkpoint.headers import StoredTensor
 from moe_infinity.checkpoint.layer_recipes import LayerRecipes
 from moe_infinity.checkpoint.packed_recipes import PackedRecipe
 from moe_infinity.checkpoint.packing import PackedTensor
 from moe_infinity.checkpoint.plan import Plan
 from moe_infinity.checkpoint.reader import Reader
+from moe_infinity.checkpoint.undo import Undo
 from moe_infinity.errors import UnsupportedModelError
 from moe_infinity.experts import ExpertLayout
 from moe_infinity.kernels import uint8_memory

@@ -192,11 +192,9 @@ def plan_experts(model: Any, contents: Contents) -> Plan:
             recipe = RowsRecipe(recipe, order, is_transposed=bool(group.layer.is_transposed))
         recipes[group.layer.name].append(recipe)
     own = {
-        layer.name: LayerRecipes(
-            with_biases(recipes[layer.name]), is_transposed=bool(layer.is_transposed)
-        )
-        for layer in layers
-        if layer.name not in tied
+        name: LayerRecipes(with_biases(recipes[name]), is_transposed=bool(layer.is_transposed))
+        for name, layer in ((layer.name, layer) for layer in layers)
+        if name not in tied
     }
     dense = {name: weight for name, weight in weights.items() if name not in owned}
     return Plan(

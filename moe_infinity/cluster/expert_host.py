@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 
-from moe_infinity.checkpoint.loading import plan_from_headers
 from moe_infinity.checkpoint.reader import Reader
 from moe_infinity.cluster.share import work_of_share
 from moe_infinity.cluster.steps import LayerRouting, RowsRequest, digest_of, owners
@@ -28,6 +27,7 @@ from moe_infinity.engine.build import build_experts
 from moe_infinity.engine.device import in_slots
 from moe_infinity.errors import HostLost, MoEInfinityError
 from moe_infinity.experts import Routing
+from moe_infinity.loading.model import plan_from_headers
 from moe_infinity.local import local_folder
 from moe_infinity.system.machine import keep_to_cores
 from moe_infinity.system.threads import keep_running

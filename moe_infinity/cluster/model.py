@@ -12,7 +12,6 @@ from torch import Tensor
 
 from moe_infinity.architectures.early_router import EarlyRouter
 from moe_infinity.architectures.module_list import ListOfExperts
-from moe_infinity.checkpoint.loading import LoadedModel
 from moe_infinity.checkpoint.plan import Plan
 from moe_infinity.checkpoint.reader import Reader
 from moe_infinity.cluster.config import ClusterConfig
@@ -26,6 +25,7 @@ from moe_infinity.engine.experts import Experts
 from moe_infinity.engine.slots import SlotWork
 from moe_infinity.errors import ConfigError
 from moe_infinity.experts import Routing, Step
+from moe_infinity.loading.model import LoadedModel
 from moe_infinity.memory.device import DeviceSlots
 from moe_infinity.memory.room import ProcessMemory
 from moe_infinity.memory.slots import num_host_slots

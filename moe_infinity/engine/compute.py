@@ -152,8 +152,8 @@ class LayerComputer:
         backend = self.by_kernels
         if backend is None or backend.weighs_input:
             return None
-        places = [backend.slots.place_of(slot_id) for slot_id in slot_ids]
-        return Residents(backend.experts, np.array(places, np.int64))
+        addresses = [backend.slots.addresses_of(slot_id) for slot_id in slot_ids]
+        return Residents(backend.experts, np.array(addresses, np.int64))
 
 
 class CallsWork:

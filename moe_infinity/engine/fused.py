@@ -44,7 +44,7 @@ class FusedBackend:
         rows.compute(
             [rows_of[expert_idx].start for expert_idx in expert_idxs],
             [rows_of[expert_idx].stop for expert_idx in expert_idxs],
-            [self.slots.place_of(slot_id) for slot_id in slot_ids],
+            [self.slots.addresses_of(slot_id) for slot_id in slot_ids],
         )
 
 

@@ -174,7 +174,7 @@ class DeviceSteps:
             self._mover.recover()
         host = self._host
         addresses = {
-            key: host.slots.place_of(host.table.slot_of(key)).up
+            key: host.slots.addresses_of(host.table.slot_of(key)).up
             for key in host.table.resident_keys()
         }
         self.table.upload_residency(self._residency.resident_slots(), addresses)

@@ -11,11 +11,11 @@ from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPI
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 from transformers.utils import is_torchvision_available
 
-from moe_infinity.checkpoint.kind import load_tokenizer
 from moe_infinity.config import OffloadConfig
 from moe_infinity.errors import CheckpointError, ConfigError
 from moe_infinity.images.mmproj import Blind, Mmproj, find_mmproj, read_mmproj
 from moe_infinity.images.pictures import INSTALL, MAX_PIXELS
+from moe_infinity.loading.kind import load_tokenizer
 from moe_infinity.printable import printable
 
 VIDEOS = "video_processor"

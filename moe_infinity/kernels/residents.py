@@ -14,4 +14,4 @@ class Residents(NamedTuple):
     """The experts of one layer, all in memory, where they stay."""
 
     experts: FusedExperts
-    places_E: Ints  # int64 [E, 3]: the Place of each
+    addresses_E: Ints  # int64 [E, 3]: the Addresses of each

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from moe_infinity.errors import ConfigError
-from moe_infinity.experts import ExpertKey, ExpertLayout, MappedExpert, ParamSpec, Place
+from moe_infinity.experts import Addresses, ExpertKey, ExpertLayout, MappedExpert, ParamSpec
 from moe_infinity.layout import view_of
 from moe_infinity.sizes import format_bytes, parse_size
 from moe_infinity.system.machine import machine_memory_bytes
@@ -38,7 +38,7 @@ class Slots(ABC):
         return self._views.setdefault(layout, SlotViews(self, layout))
 
     @abstractmethod
-    def place_of(self, slot_id: int) -> Place:
+    def addresses_of(self, slot_id: int) -> Addresses:
         """Where the parts of the expert in the slot lie."""
 
     @abstractmethod
@@ -57,9 +57,9 @@ class BufferSlots(Slots):
         """The memory address of the slot's first byte."""
         return self._buffer.data_ptr() + slot_id * self.slot_bytes
 
-    def place_of(self, slot_id: int) -> Place:
+    def addresses_of(self, slot_id: int) -> Addresses:
         """Where the parts of the expert in the slot lie."""
-        return Place.in_slot(self.address_of(slot_id))
+        return Addresses.in_slot(self.address_of(slot_id))
 
     def tensor_of(self, slot_id: int, num_bytes: int) -> Tensor:
         """uint8 [num_bytes] from the slot's first byte; it may reach into the slots that follow."""
@@ -123,12 +123,12 @@ class MappedSlots(Slots):
         self._experts[slot_id] = expert
         return expert
 
-    def place_of(self, slot_id: int) -> Place:
+    def addresses_of(self, slot_id: int) -> Addresses:
         """Where the parts of the expert in the slot lie."""
         expert = self._experts[slot_id]
-        return (
-            expert.place if isinstance(expert, MappedExpert) else Place.in_slot(address_of(expert))
-        )
+        if isinstance(expert, MappedExpert):
+            return expert.addresses
+        return Addresses.in_slot(address_of(expert))
 
     def part_of(self, slot_id: int, spec: ParamSpec) -> Tensor:
         """uint8 [bytes]: a part of the expert in a slot."""
@@ -146,16 +146,16 @@ class SlotViews:
     def __init__(self, slots: Slots, layout: ExpertLayout) -> None:
         self._slots = slots
         self._layout = layout
-        self._params: dict[Place, dict[str, Tensor]] = {}
+        self._params: dict[Addresses, dict[str, Tensor]] = {}
 
     def __getitem__(self, slot_id: int) -> dict[str, Tensor]:
-        place = self._slots.place_of(slot_id)
-        if place not in self._params:
-            self._params[place] = {
+        addresses = self._slots.addresses_of(slot_id)
+        if addresses not in self._params:
+            self._params[addresses] = {
                 spec.name: view_of(replace(spec, offset=0), self._slots.part_of(slot_id, spec))
                 for spec in self._layout.params
             }
-        return self._params[place]
+        return self._params[addresses]
 
 
 def num_host_slots(

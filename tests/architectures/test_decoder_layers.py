@@ -17,7 +17,6 @@ from transformers import DynamicCache
 
 from moe_infinity import MoE
 from moe_infinity.architectures import attention_inputs
-from moe_infinity.kernels.cpu.decoder_steps import DecoderSteps
 from tests.cache_name import CACHE
 from tests.on_demand import ON_DEMAND
 
@@ -68,34 +67,6 @@ def saved(name: str, folder: Path, **more: Any) -> Path:
 @pytest.fixture(scope="module", params=MODELS)
 def checkpoint(request, tmp_path_factory) -> Path:
     return saved(request.param, tmp_path_factory.mktemp(request.param))
-
-
-@pytest.fixture
-def calls(monkeypatch):
-    """The number of sequences of every call for one layer without its experts."""
-    seen: list[int] = []
-    attend = DecoderSteps.attend
-
-    def counted(self: DecoderSteps, layer: int, x_BD: Tensor, *args: Any) -> Any:
-        seen.append(len(x_BD))
-        return attend(self, layer, x_BD, *args)
-
-    monkeypatch.setattr(DecoderSteps, "attend", counted)
-    return seen
-
-
-@pytest.fixture
-def runs(monkeypatch):
-    """The number of layers of every call for layers with their experts."""
-    seen: list[int] = []
-    run = DecoderSteps.run
-
-    def counted(self: DecoderSteps, first: int, x: Tensor, angles: Any, cached: Any, *args: Any):
-        seen.append(len(cached))
-        return run(self, first, x, angles, cached, *args)
-
-    monkeypatch.setattr(DecoderSteps, "run", counted)
-    return seen
 
 
 @torch.no_grad()
@@ -162,57 +133,6 @@ def test_layers_in_one_call_give_the_bits_of_layers_one_by_one(checkpoint, runs,
     assert runs == RUNS[name] * 35
     assert all_in_memory.decode.lookups == few.decode.lookups
     assert all_in_memory.decode.misses == 0
-
-
-@pytest.mark.parametrize("padding", [None, 3])
-def test_layers_with_a_window_join_others_while_no_mask_hides_a_token(tmp_path, runs, padding):
-    """Their masks are as long as the window, so no two of them are the same tensor."""
-    folder = saved("GptOss", tmp_path)
-    tokens = TOKENS[:1] if padding is None else TOKENS
-    mask = None
-    if padding is not None:
-        mask = torch.ones_like(tokens)
-        mask[0, :padding] = 0
-    with MoE(folder, host_memory="50%", expert_dtype="int8") as moe:
-        expected = logits_of(moe.model, tokens, mask=mask)
-    assert runs == []
-    with MoE(folder, expert_dtype="int8") as moe:
-        moe.preload()
-        found = logits_of(moe.model, tokens, mask=mask)
-    first = 0 if padding is None else padding
-    assert torch.equal(found[:, first:], expected[:, first:])
-    assert sum(runs) >= 3 * 35
-    if padding is None:
-        assert runs == [3] * 35
-
-
-def test_a_mask_that_hides_a_token_from_one_layer_reaches_it(tmp_path, runs):
-    """That layer computes again, and later steps do not compute it ahead."""
-    folder = saved("GptOss", tmp_path)
-
-    @torch.no_grad()
-    def logits(moe: MoE, *, hides: bool) -> Tensor:
-        cache = DynamicCache(config=moe.model.config)
-        moe.model(TOKENS[:1, :5], **{CACHE: cache})
-        found = []
-        for t in range(5, 12):
-            full, sliding = torch.zeros(2, 1, 1, 1, t + 1)
-            full[..., 2] = torch.finfo(full.dtype).min if hides else 0
-            masks = {"full_attention": full, "sliding_attention": sliding}
-            step = moe.model(TOKENS[:1, t : t + 1], attention_mask=masks, **{CACHE: cache})
-            found.append(step.logits)
-        return torch.cat(found)
-
-    with MoE(folder, host_memory="50%", expert_dtype="int8") as moe:
-        seen, hidden = (logits(moe, hides=hides) for hides in (False, True))
-    assert not torch.equal(seen, hidden)
-    with MoE(folder, expert_dtype="int8") as moe:
-        moe.preload()
-        assert torch.equal(logits(moe, hides=False), seen)
-        assert runs == [3] * 7
-        runs.clear()
-        assert torch.equal(logits(moe, hides=True), hidden)
-        assert runs == [3, 2, 1] + [1, 1, 1] * 6
 
 
 @pytest.mark.slow

@@ -20,6 +20,8 @@ pytestmark = [
     pytest.mark.arithmetic,
     pytest.mark.filterwarnings("ignore::UserWarning:peft"),
     pytest.mark.filterwarnings("ignore::RuntimeWarning:peft"),
+    # peft asks for names that transformers 5.24 deprecates
+    pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"),
 ]
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]

@@ -26,16 +26,13 @@ from tests.architectures.changes import CHANGES
 from tests.architectures.test_decoder_layers import (
     TOKENS,
     assert_close,
-    calls,
     logits_of,
-    runs,
     saved,
 )
 from tests.gguf_files import WIDE, build
 from tools.convert_to_gguf import convert
 
 pytestmark = [pytest.mark.arithmetic]
-__all__ = ["calls", "runs"]  # fixtures
 
 
 class Block(nn.Module):

@@ -18,7 +18,7 @@ from tokenizers import (
     trainers,
 )
 
-from moe_infinity.checkpoint.gguf_file import GgufModel
+from moe_infinity.gguf.file import GgufModel
 from tests.hard_texts import hard_texts
 from tools.vocabulary_to_gguf import (
     metadata_of,

@@ -17,7 +17,6 @@ from torch import nn
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from moe_infinity import CheckpointError, MoE, MoEInfinityError, UnsupportedModelError
-from moe_infinity.checkpoint import loading
 from moe_infinity.checkpoint.config_limits import (
     GENERATION,
     MODEL,
@@ -26,9 +25,10 @@ from moe_infinity.checkpoint.config_limits import (
     check_generation_config,
     read_object,
 )
-from moe_infinity.checkpoint.kind import find_kind, load_tokenizer
-from moe_infinity.checkpoint.loading import few_modules
 from moe_infinity.inspection import inspect_checkpoint
+from moe_infinity.loading import model as loading
+from moe_infinity.loading.kind import find_kind, load_tokenizer
+from moe_infinity.loading.model import few_modules
 from tests.conftest import save_tokenizer
 
 DEEP: list[Any] = functools.reduce(lambda inner, _: [inner], range(33), [])

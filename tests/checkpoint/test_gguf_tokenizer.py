@@ -21,8 +21,8 @@ from tokenizers import (
 )
 
 from moe_infinity import CheckpointError, UnsupportedModelError
-from moe_infinity.checkpoint.gguf_splitting import SPLITTINGS
-from moe_infinity.checkpoint.gguf_tokenizer import tokenizer_of
+from moe_infinity.gguf.splitting import SPLITTINGS
+from moe_infinity.gguf.tokenizer import tokenizer_of
 from tests.checkpoint.gguf_originals import (
     CORPUS,
     ORIGINALS,

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from moe_infinity import CheckpointError
-from moe_infinity.checkpoint.gguf_tokenizer import tokenizer_of
+from moe_infinity.gguf.tokenizer import tokenizer_of
 from tests.checkpoint.gguf_originals import (
     TEXTS,
     gguf_of,

@@ -18,9 +18,9 @@ import pytest
 import torch
 import transformers
 
-from moe_infinity.checkpoint import kind
 from moe_infinity.cli import chat_client
 from moe_infinity.cli.models import pieces_of
+from moe_infinity.loading import kind
 from moe_infinity.tools.doctor import examination
 
 pytestmark = pytest.mark.timeout(30)

@@ -17,7 +17,7 @@ import transformers
 from gguf import GGMLQuantizationType as Type
 
 from moe_infinity import MoE
-from moe_infinity.checkpoint.gguf_fields import METADATA
+from moe_infinity.gguf.fields import METADATA
 from tests.closeness import distance
 from tests.gguf_files import COMMON, MODELS, WIDE
 from tools import make_random_gguf

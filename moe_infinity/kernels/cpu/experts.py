@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moe_infinity.experts import Ints, ParamSpec, Place
+from moe_infinity.experts import Addresses, Ints, ParamSpec
 from moe_infinity.kernels import host_float32, many_rows
 from moe_infinity.kernels.cpu import work as experts_work
 from moe_infinity.kernels.cpu.arrangement import arrange
@@ -152,7 +152,7 @@ class FusedExperts:
         begins at addresses[i].
         """
         rows = self.begin(inputs_PD, len(inputs_PD), path=path)
-        rows.compute(starts[:-1], starts[1:], [*map(Place.in_slot, addresses)])
+        rows.compute(starts[:-1], starts[1:], [*map(Addresses.in_slot, addresses)])
         return rows.out_PD.to(inputs_PD.dtype)
 
     def begin(
@@ -183,10 +183,10 @@ class Rows(ABC):
         self,
         starts: Sequence[int],
         stops: Sequence[int],
-        places: Sequence[Place],
+        addresses: Sequence[Addresses],
     ) -> None:
-        """Fill `out_PD` from starts[i] to stops[i] for the expert at places[i], where it has to
-        stay until this returns.
+        """Fill `out_PD` from starts[i] to stops[i] for the expert at addresses[i], where it has
+        to stay until this returns.
         """
 
     def sum(self, row_P: Ints, top_k_weights_TK: Tensor) -> Tensor:
@@ -217,17 +217,17 @@ class WidenedRows(Rows):
         self,
         starts: Sequence[int],
         stops: Sequence[int],
-        places: Sequence[Place],
+        addresses: Sequence[Addresses],
     ) -> None:
         """Fill `out_PD`, as each class of `Rows` does."""
 
-        def compute_one(expert: tuple[int, int, Place]) -> None:
-            start, stop, place = expert
+        def compute_one(expert: tuple[int, int, Addresses]) -> None:
+            start, stop, own = expert
             rows = slice(start, stop) if self._tokens_P is None else self._tokens_P[start:stop]
             x_RD = self._inputs_TD[rows]
-            self.out_PD[start:stop] = self._experts.compute(x_RD, place)
+            self.out_PD[start:stop] = self._experts.compute(x_RD, own)
 
-        run_all(compute_one, zip(starts, stops, places, strict=True))
+        run_all(compute_one, zip(starts, stops, addresses, strict=True))
 
 
 class FusedRows(Rows):
@@ -251,7 +251,7 @@ class FusedRows(Rows):
         self,
         starts: Sequence[int],
         stops: Sequence[int],
-        places: Sequence[Place],
+        addresses: Sequence[Addresses],
     ) -> None:
         """Fill `out_PD`, as each class of `Rows` does."""
         ends = [0, *np.cumsum(np.subtract(stops, starts)).tolist()]  # among the rows of this call
@@ -271,7 +271,7 @@ class FusedRows(Rows):
             self._experts.hidden_arrangement,
             ends[:-1],
             ends[1:],
-            places,
+            addresses,
             num_threads=num_threads(),
             x=x.data_ptr(),
             x_is_shared=int(self._is_shared),

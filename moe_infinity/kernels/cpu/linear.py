@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from moe_infinity.experts import ParamSpec, Place
+from moe_infinity.experts import Addresses, ParamSpec
 from moe_infinity.kernels import host_float32, many_rows
 from moe_infinity.kernels.cpu.arrangement import arrange
 from moe_infinity.kernels.cpu.product import Product
@@ -105,7 +105,7 @@ class FusedLinear:
             array("q", arrangement),  # not used: there is no second product
             [0],
             [len(x)],
-            [Place.in_slot(0)],
+            [Addresses.in_slot(0)],
             num_threads=num_threads() if self._is_worth_sharing(len(x)) else 1,
             x=arranged.data_ptr(),
             x_is_shared=0,

@@ -45,7 +45,7 @@ class RoutedCall(NamedTuple):
 
     # of the layer
     job: int  # what work.experts is called with
-    places_of_all: int  # of each expert a Place
+    addresses_of_all: int  # the Addresses of each expert
     num_experts: int  # E
     has_shared: int  # expert
     top_k: int  # K
@@ -58,7 +58,7 @@ class RoutedCall(NamedTuple):
     row_of: int  # int64 [P]: the row of each pair
     starts: int  # int64 [P], as in KernelJob
     stops: int
-    places: int
+    addresses: int
     state: int  # of this layer alone
     weights: int  # float32 [P]
     inputs: int  # float32 [B, D]
@@ -96,8 +96,8 @@ def _sort(call):  # type: ignore[no-untyped-def]
             put_int(call.starts, found, start)
             put_int(call.stops, found, start + count)
             for i in range(NUM_ADDRESSES):
-                address = int_at(call.places_of_all, NUM_ADDRESSES * expert + i)
-                put_int(call.places, NUM_ADDRESSES * found + i, address)
+                address = int_at(call.addresses_of_all, NUM_ADDRESSES * expert + i)
+                put_int(call.addresses, NUM_ADDRESSES * found + i, address)
             found += 1
             start += count
     for pair in range(num_pairs):

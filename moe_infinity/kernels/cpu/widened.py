@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import linear
 
-from moe_infinity.experts import ParamSpec, Place
+from moe_infinity.experts import Addresses, ParamSpec
 from moe_infinity.kernels.cpu.compiler import machine_code
 from moe_infinity.kernels.cpu.product import arguments_of, loop_of, row_blocks
 from moe_infinity.kernels.cpu.steps import KernelArguments
@@ -193,12 +193,12 @@ class WidenedExperts:
         self._biases: Sequence[ParamSpec | None] = biases or (None, None)
         self._is_interleaved = is_interleaved
 
-    def compute(self, x_RD: Tensor, place: Place) -> Tensor:
+    def compute(self, x_RD: Tensor, addresses: Addresses) -> Tensor:
         """[R, D] -> [R, D] of the expert there. As in the model's own code, what comes out of a
         product or of the activation is rounded to bfloat16.
         """
-        up_bias_R, down_bias_R = (_bias_at(place.biases, bias) for bias in self._biases)
-        up_RF = _product(self._up, self._up_pieces, place.up, x_RD, up_bias_R).float()
+        up_bias_R, down_bias_R = (_bias_at(addresses.biases, bias) for bias in self._biases)
+        up_RF = _product(self._up, self._up_pieces, addresses.up, x_RD, up_bias_R).float()
         if not self._activation.is_gated:
             hidden = self._activation(up_RF)
         elif self._is_interleaved:
@@ -206,7 +206,7 @@ class WidenedExperts:
         else:
             hidden = self._activation(*up_RF.chunk(2, dim=1))
         hidden = hidden.to(x_RD.dtype)
-        return _product(self._down, self._down_pieces, place.down, hidden, down_bias_R)
+        return _product(self._down, self._down_pieces, addresses.down, hidden, down_bias_R)
 
 
 def _bias_at(address: int, bias: ParamSpec | None) -> Tensor | None:

@@ -19,7 +19,7 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
-from moe_infinity.experts import Place
+from moe_infinity.experts import Addresses
 from moe_infinity.kernels.cpu import team
 from moe_infinity.kernels.cpu.activations import activate_lanes
 from moe_infinity.kernels.cpu.arrangement import Arrangement, arrange
@@ -40,7 +40,7 @@ from moe_infinity.system.machine import yield_address
 
 BIASES = ("float32", "bfloat16", "float16")
 NO_BIAS = -1
-NUM_ADDRESSES = len(Place._fields)
+NUM_ADDRESSES = len(Addresses._fields)
 AT_UP, AT_DOWN, AT_BIASES = range(NUM_ADDRESSES)
 NEXT = 0
 DONE = LINE
@@ -76,7 +76,7 @@ class ExpertMlp(NamedTuple):
     numbers: int = 0  # address of three: alpha, shift and limit
     gate_step: int = 0  # from one output of gate to the next, and so for up
     first_up: int = 0
-    up_bias: int = NO_BIAS  # bytes from the place of biases
+    up_bias: int = NO_BIAS  # bytes from the address of biases
     down_bias: int = NO_BIAS
     bias: int = 0  # the index of their dtype in BIASES
 
@@ -87,7 +87,7 @@ class KernelJob(NamedTuple):
     state: int  # next item; items done; by expert: blocks of up done, and whether hidden is ready
     starts: int  # first row of each expert
     stops: int  # one more than its last
-    places: int  # of each expert a Place
+    addresses: int  # the Addresses of each expert
     num_experts: int
     x: int  # float32 [P, ...], arranged
     x_is_shared: int  # one row that all experts have
@@ -157,8 +157,8 @@ def put_number(at, index, value, dtype):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True)
 def _address_at(job, expert, field):  # type: ignore[no-untyped-def]
-    """One of the addresses of an expert's Place."""
-    return int_at(job.places, NUM_ADDRESSES * expert + field)
+    """One of the Addresses of an expert."""
+    return int_at(job.addresses, NUM_ADDRESSES * expert + field)
 
 
 @njit(nogil=True)
@@ -242,7 +242,7 @@ def run_job(
     arrangement: array[int],
     starts: Sequence[int],
     stops: Sequence[int],
-    places: Sequence[Place],
+    addresses: Sequence[Addresses],
     *,
     num_threads: int,
     **rest: int,
@@ -250,10 +250,10 @@ def run_job(
     """Compute a job. `rest` are the fields of KernelJob from `x` to `out`. The memory at their
     addresses has to stay until this returns.
     """
-    num_experts = len(places)
+    num_experts = len(addresses)
     num_state = OF_EXPERTS + LINE * num_experts
     memory = array("q", bytes(8 * num_state))
-    for values in (starts, stops, chain.from_iterable(places)):
+    for values in (starts, stops, chain.from_iterable(addresses)):
         memory.extend(values)
     # Grows no more from here on: its address is taken.
     memory.extend([0] * (JOB_AT + len(KernelJob._fields)))
@@ -263,7 +263,7 @@ def run_job(
         state=at,
         starts=first,
         stops=first + 8 * num_experts,
-        places=first + 16 * num_experts,
+        addresses=first + 16 * num_experts,
         num_experts=num_experts,
         yield_=yield_address(),
         **rest,

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from moe_infinity.checkpoint.kind import find_kind, load_tokenizer
 from moe_infinity.errors import CheckpointError, ConfigError, UnsupportedModelError
 from moe_infinity.inspection import Summary, inspect_checkpoint
+from moe_infinity.loading.kind import find_kind, load_tokenizer
 from moe_infinity.memory.cuda import device_memory_bytes
 from moe_infinity.model import MoE
 from moe_infinity.sizes import format_bytes, parse_size

@@ -11,10 +11,10 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from moe_infinity.checkpoint.loading import plan_from_headers
 from moe_infinity.checkpoint.plan import Plan, stored_bytes
 from moe_infinity.errors import UnsupportedModelError
 from moe_infinity.images.mmproj import VisionPart
+from moe_infinity.loading.model import plan_from_headers
 from moe_infinity.local import find_local
 from moe_infinity.memory.device import AUTOMATIC_SHARE as GPU_SHARE
 from moe_infinity.memory.device import LEAST_ROOM_SHARE

@@ -20,9 +20,9 @@ from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_ba
 
 from moe_infinity.checkpoint.file_names import INDEX as INDEX_NAME
 from moe_infinity.checkpoint.file_names import WHOLE, gguf_models, gguf_parts, shards_of
-from moe_infinity.checkpoint.gguf_file import HeaderReader
 from moe_infinity.cli.hub import explained
 from moe_infinity.errors import CheckpointError
+from moe_infinity.gguf.file import HeaderReader
 
 ANSWER_S = 20.0
 HINT = "try again, or name a folder of this machine"

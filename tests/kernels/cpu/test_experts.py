@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_infinity.experts import ParamSpec, Place
+from moe_infinity.experts import Addresses, ParamSpec
 from moe_infinity.kernels.cpu.experts import fused_experts
 from moe_infinity.kernels.many_rows import RowPath
 from moe_infinity.kernels.reference import FUNCTIONS, Activation
@@ -259,7 +259,7 @@ def test_experts_may_arrive_in_any_order_and_in_any_number_of_calls(calls, path)
     expected = experts.fused(x[tokens], MANY, places, path)
     rows = experts.fused.begin(x, MANY[-1], tokens, path=path)
     for call in calls:
-        at = [Place.in_slot(places[each]) for each in call]
+        at = [Addresses.in_slot(places[each]) for each in call]
         rows.compute([MANY[each] for each in call], [MANY[each + 1] for each in call], at)
     assert torch.equal(rows.out_PD, expected)
 
@@ -331,8 +331,10 @@ def test_down_and_biases_may_lie_in_other_memory_than_gate_and_up(path):
         bytes_of = slice(spec.offset, spec.offset + spec.num_bytes)
         part[:, bytes_of] = experts.slots[:, bytes_of]
     rows = experts.fused.begin(x_PD, len(x_PD), path=path)
-    places = [Place(*(slot.data_ptr() for slot in slots)) for slots in zip(*parts, strict=True)]
-    rows.compute(starts[:-1], starts[1:], places)
+    addresses = [
+        Addresses(*(slot.data_ptr() for slot in slots)) for slots in zip(*parts, strict=True)
+    ]
+    rows.compute(starts[:-1], starts[1:], addresses)
     assert torch.equal(rows.out_PD, expected)
 
 

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from transformers import GenerationConfig
 
-from moe_infinity.checkpoint.gguf_file import GgufModel
-from moe_infinity.checkpoint.gguf_vocabulary import logger, number_of
+from moe_infinity.gguf.file import GgufModel
+from moe_infinity.gguf.vocabulary import logger, number_of
 
 SAMPLING = "general.sampling."
 FIELDS = {  # by their keys: what transformers calls them, and the least and largest value

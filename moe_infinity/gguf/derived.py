@@ -7,9 +7,9 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from moe_infinity.checkpoint.gguf_file import WITH_CONFIG, GgufModel
-from moe_infinity.checkpoint.gguf_rope import proportional_rope, rope_parameters
 from moe_infinity.errors import CheckpointError
+from moe_infinity.gguf.file import WITH_CONFIG, GgufModel
+from moe_infinity.gguf.rope import proportional_rope, rope_parameters
 
 GROUPED = (160, 256)  # experts of a layer of DeepSeek-V2 and V3, which choose among groups first
 

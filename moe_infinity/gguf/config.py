@@ -12,10 +12,10 @@ import transformers
 from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
 
 from moe_infinity.checkpoint.config_limits import check_config
-from moe_infinity.checkpoint.gguf_fields import METADATA, Metadata
-from moe_infinity.checkpoint.gguf_file import WITH_CONFIG, GgufModel
-from moe_infinity.checkpoint.gguf_rope import rope_parameters
 from moe_infinity.errors import CheckpointError, UnsupportedModelError
+from moe_infinity.gguf.fields import METADATA, Metadata
+from moe_infinity.gguf.file import WITH_CONFIG, GgufModel
+from moe_infinity.gguf.rope import rope_parameters
 
 MAY_BE_ZERO = (
     "num_dense_layers", "num_kv_shared_layers", "hidden_size_per_layer_input", "num_hash_layers",

@@ -28,15 +28,15 @@ from transformers.core_model_loading import (
 )
 
 from moe_infinity.architectures.adapters import ExpertsModule
-from moe_infinity.checkpoint.gguf_architectures import ALWAYS_CHANGED, KNOWN, Architecture
-from moe_infinity.checkpoint.gguf_file import GgufModel
-from moe_infinity.checkpoint.gguf_map import name_map
-from moe_infinity.checkpoint.gguf_undo import JoinConvolutions, JoinHeads, JoinKeysAndValues, Undo
 from moe_infinity.checkpoint.headers import STORED_DTYPES, Extent, StoredTensor
 from moe_infinity.checkpoint.packing import PackedTensor, PartFormat, WeightFormat
 from moe_infinity.checkpoint.plan import Weights, find_experts
+from moe_infinity.checkpoint.undo import JoinConvolutions, JoinHeads, JoinKeysAndValues, Undo
 from moe_infinity.errors import CheckpointError, UnsupportedModelError
 from moe_infinity.experts import ParamSpec
+from moe_infinity.gguf.architectures import ALWAYS_CHANGED, KNOWN, Architecture
+from moe_infinity.gguf.file import GgufModel
+from moe_infinity.gguf.map import name_map
 from moe_infinity.kernels.unpack import BLOCKS, blocks_layout, row_bytes
 from moe_infinity.layout import WeightLayout, without_ones
 

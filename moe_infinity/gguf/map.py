@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import gguf
 
-from moe_infinity.checkpoint.gguf_file import GgufModel
+from moe_infinity.gguf.file import GgufModel
 
 SUFFIXES = (".weight", ".bias")
 

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_infinity.checkpoint.gguf_file import WITH_CONFIG, GgufModel
 from moe_infinity.errors import UnsupportedModelError
+from moe_infinity.gguf.file import WITH_CONFIG, GgufModel
 
 YARN = {
     "rope.scaling.yarn_attn_factor": "attention_factor",

@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from moe_infinity.checkpoint import gguf_derived as derived
-from moe_infinity.checkpoint.gguf_file import GgufModel
+from moe_infinity.gguf import derived
+from moe_infinity.gguf.file import GgufModel
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """The architectures of GGUF files that load, one entry each: what llama.cpp's converter does to
 their weights beyond the rule. By the rule a weight has the name of the gguf package's map, and is
-as in the checkpoint. gguf_fields.py has what their metadata say of the config.
+as in the checkpoint. fields.py has what their metadata say of the config.
 
 An entry is added when the tests compare the architecture with transformers: the converter may
 change values as well, as it does with the norms of Qwen3-Next.
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from moe_infinity.checkpoint.gguf_undo import (
+from moe_infinity.checkpoint.undo import (
     GroupValueHeads,
     Undo,
     UndoRotaryOrder,

@@ -33,17 +33,17 @@ from transformers.utils import logging
 from moe_infinity.architectures.adapters import ExpertsModule
 from moe_infinity.checkpoint.config_limits import as_meant
 from moe_infinity.checkpoint.file_names import checkpoint_files
-from moe_infinity.checkpoint.gguf_names import weights_of
 from moe_infinity.checkpoint.headers import STORED_NAMES, StoredTensor, read_headers
-from moe_infinity.checkpoint.kind import Kind, find_kind
 from moe_infinity.checkpoint.packed_plan import PackedDense, find_packed_dense
 from moe_infinity.checkpoint.packing import PackedTensor
 from moe_infinity.checkpoint.plan import Contents, Plan, contents_of, plan_experts, stored_bytes
 from moe_infinity.checkpoint.reader import Reader
 from moe_infinity.checkpoint.row_tables import Lookup, find_lookups
 from moe_infinity.errors import CheckpointError
+from moe_infinity.gguf.names import weights_of
 from moe_infinity.kernels import uint8_memory
 from moe_infinity.layout import WeightLayout
+from moe_infinity.loading.kind import Kind, find_kind
 
 CPU = torch.device("cpu")
 ALIGNMENT = 64  # bytes

@@ -1,7 +1,7 @@
 """The tokenizer of a GGUF file, made of its metadata with the `tokenizers` library.
 
     tokenizer.ggml.model   what it is                          here
-    gpt2                   byte-level BPE                      words by gguf_splitting.py
+    gpt2                   byte-level BPE                      words by splitting.py
     llama                  SentencePiece BPE, which has scores merges made of the scores
     gemma4                 BPE of characters, which has merges
     t5                     SentencePiece unigram               scores are log probabilities
@@ -20,10 +20,10 @@ from typing import Any
 import transformers
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from moe_infinity.checkpoint.gguf_file import WITH_CONFIG, GgufModel
-from moe_infinity.checkpoint.gguf_splitting import SPLITTINGS, WITHOUT_NAME, Splitting
-from moe_infinity.checkpoint.gguf_vocabulary import PREFIX, TokenKind, Vocabulary, flag_of, logger
 from moe_infinity.errors import CheckpointError, UnsupportedModelError
+from moe_infinity.gguf.file import WITH_CONFIG, GgufModel
+from moe_infinity.gguf.splitting import SPLITTINGS, WITHOUT_NAME, Splitting
+from moe_infinity.gguf.vocabulary import PREFIX, TokenKind, Vocabulary, flag_of, logger
 
 SPACE = "▁"  # how SentencePiece writes it
 WHOLE = (TokenKind.CONTROL, TokenKind.USER_DEFINED, TokenKind.UNKNOWN)  # never split

@@ -19,9 +19,9 @@ from typing import Any, BinaryIO, NoReturn
 from gguf import GGMLQuantizationType
 
 from moe_infinity.checkpoint.file_names import split_files
-from moe_infinity.checkpoint.gguf_vocabulary import Vocabulary, vocabulary_of
 from moe_infinity.checkpoint.headers import STORED_DTYPES, Extent, StoredTensor
 from moe_infinity.errors import CheckpointError, UnsupportedModelError
+from moe_infinity.gguf.vocabulary import Vocabulary, vocabulary_of
 from moe_infinity.kernels.unpack import BLOCKS
 
 VERSIONS = (2, 3)

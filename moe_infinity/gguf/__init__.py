@@ -1,0 +1,1 @@
+"""Models in GGUF files: what their keys and tensors are for transformers."""
