@@ -148,29 +148,8 @@ class ExpertLayout:
         return last.offset + -(-last.num_bytes // PARAM_ALIGNMENT) * PARAM_ALIGNMENT
 
 
-class Addresses(NamedTuple):
-    """Where an expert lies: the addresses from which on its parts lie as in a slot. In a slot they
-    are the same; in mapped files they are three.
-    """
-
-    up: int  # of the first product
-    down: int  # of `down_proj`
-    biases: int
-
-    @classmethod
-    def in_slot(cls, address: int) -> Addresses:
-        """Those of an expert that lies in a slot."""
-        return cls(address, address, address)
-
-
-class MappedExpert(NamedTuple):
-    """An expert that is used where its files are mapped, but for its biases, which are in memory of
-    their own.
-    """
-
-    parts: Mapping[str, memoryview]  # by the names of the layout
-    addresses: Addresses
-
+# An expert that is used where its files are mapped: its parts, by the names of the layout.
+MappedExpert = Mapping[str, memoryview]
 
 NO_EXPERT = -1  # in place of an expert id: the pair has none
 

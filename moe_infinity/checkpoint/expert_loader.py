@@ -37,10 +37,10 @@ class ExpertLoader:
     def read(self, key: ExpertKey, slot: memoryview | MappedExpert) -> None:
         """Read an expert that a layer waits for. Raises CheckpointError."""
         recipes = self.recipes[key.moe_layer_idx]
-        if isinstance(slot, MappedExpert):
-            recipes.read_mapped(key.expert_idx, self._reader, slot)
-        else:
+        if isinstance(slot, memoryview):
             recipes.load(key.expert_idx, self._reader, slot)
+        else:
+            recipes.read_mapped(key.expert_idx, self._reader, slot)
 
     def read_ahead(
         self, key: ExpertKey, slot: memoryview | MappedExpert, is_wanted: Callable[[], bool]
@@ -87,7 +87,7 @@ class ExpertLoader:
         """
         recipes = self.recipes[key.moe_layer_idx]
         try:
-            return recipes.mapped(key.expert_idx, self._reader)
+            return recipes.mapped(key.expert_idx, self._reader.mapped)
         except OSError as error:
             extent = recipes.recipes[0].extents(key.expert_idx)[0]
             where = f"{extent.file}: cannot be read at byte {extent.offset}"
@@ -102,7 +102,7 @@ class ExpertLoader:
                 for recipe in recipes.recipes
                 for extent in recipe.extents(key.expert_idx)
             )
-            return is_cached and recipes.begins(key.expert_idx) is not None
+            return is_cached and recipes.stretches(key.expert_idx) is not None
         except (OSError, CheckpointError):  # `read` says what is wrong
             return False
 
@@ -124,11 +124,6 @@ class ExpertLoader:
     def changed_file(self) -> Path | None:
         """Return a file that was changed whose experts are used in the page cache, or None."""
         return self._reader.changed_file()
-
-    def map_apart(self) -> None:
-        """Use experts in the page cache even where their parts lie apart."""
-        for recipes, num_experts in zip(self.recipes, self._num_experts, strict=True):
-            recipes.lie_apart(num_experts)
 
     def lie_in_blocks(self) -> None:
         """Let experts lie in slots so that reads past the page cache need no copy."""

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from moe_infinity.checkpoint.files import BLOCK_BYTES, Copy, Piece, in_whole_blocks
+from moe_infinity.checkpoint.files import BLOCK_BYTES, Copy, in_whole_blocks
 from moe_infinity.checkpoint.headers import Extent
 from moe_infinity.checkpoint.reader import Reader
 from moe_infinity.checkpoint.recipe import Recipe, Shapes
-from moe_infinity.experts import Addresses, ExpertLayout, MappedExpert, ParamSpec
-from moe_infinity.system.memory import address_of
+from moe_infinity.experts import ExpertLayout, MappedExpert, ParamSpec
 
 MIN_MAPPED_SHARE = 0.9  # of the experts of a layer; others begin in one file and end in the next
 MOST_WITH_GAPS = 1.03  # times as large may a slot become so that its parts lie in blocks
@@ -28,11 +28,10 @@ class LayerRecipes:
 
     def __init__(self, recipes: Sequence[Recipe], *, is_transposed: bool) -> None:
         self.recipes = tuple(recipes)
-        self._biases = [recipe for recipe in recipes if recipe.is_of_biases]
-        self._weights = [recipe for recipe in recipes if not recipe.is_of_biases]
         self._is_transposed = is_transposed
         self.layout = self._arranged()
         self._ends: dict[Path, int] = {}  # of experts in files, if parts lie in blocks as there
+        self._stretches: dict[int, dict[str, Extent] | None] = {}  # of experts asked for so far
 
     def split(self) -> None:
         """Let slots hold weights that lie apart in the checkpoint one by one. `computing` then
@@ -52,7 +51,6 @@ class LayerRecipes:
             return layout
         begins = {at: (str(extent.file), extent.offset) for extent, at in copies}
         specs = sorted(layout.params, key=lambda spec: begins[spec.offset])
-        specs.sort(key=lambda spec: len(shapes[spec.name][0]) < 2)  # biases come last
         return self._laid_out({spec.name: shapes[spec.name] for spec in specs})
 
     def _laid_out(self, shapes: Shapes) -> ExpertLayout:
@@ -84,8 +82,7 @@ class LayerRecipes:
     def lie_in_blocks(self, num_experts: int) -> None:
         """Let each part begin in a block of the slot where it begins in a block of its file, and
         have its blocks alone, unless parts are neighbours in the file. Nothing changes where
-        experts differ in that, where the gaps would take much memory, or for experts with biases,
-        which have to follow each other.
+        experts differ in that, or where the gaps would take much memory.
         """
         if (layout := self._in_blocks(num_experts)) is not None:
             self.layout = self._applied(layout)
@@ -96,8 +93,6 @@ class LayerRecipes:
         """The layout after `lie_in_blocks`; None if nothing changes."""
         places = self._places(0)
         if places is None or any(self._places(i) != places for i in range(1, num_experts)):
-            return None
-        if self._biases:
             return None
         specs = {spec.offset: spec for spec in self.layout.params}
         moved: list[ParamSpec] = []
@@ -134,28 +129,30 @@ class LayerRecipes:
         copies = self.copies(expert_idx)
         return in_whole_blocks(copies, self._ends) if copies and self._ends else copies
 
-    def begins(self, expert_idx: int) -> list[tuple[Path, int]] | None:
-        """The file and the byte from which a slot with this expert would reach, for its first
-        product and for `down_proj`. None if the file does not have its weights as a slot does.
+    def stretches(self, expert_idx: int) -> dict[str, Extent] | None:
+        """The stretch of a file that each part of a slot is, by its name. None if some are several
+        stretches, or are converted.
         """
-        begins: list[set[tuple[Path, int]]] = [set(), set()]
-        if self.copies(expert_idx) is None:
-            return None
-        for recipe in self._weights:
-            copies = recipe.copies(expert_idx) or ()
-            begins[recipe.is_of_down].update((e.file, e.offset - at) for e, at in copies)
-        begins[1] = begins[1] or begins[0]
-        if any(len(found) != 1 for found in begins):
-            return None
-        return [begin for (begin,) in begins]
+        if expert_idx not in self._stretches:
+            self._stretches[expert_idx] = self._find_stretches(expert_idx)
+        return self._stretches[expert_idx]
+
+    def _find_stretches(self, expert_idx: int) -> dict[str, Extent] | None:
+        found: dict[str, Extent] = {}
+        for recipe in self.recipes:
+            if (copies := recipe.copies(expert_idx)) is None:
+                return None
+            extents = [extent for extent, _ in copies]
+            by_part = [[extent] for extent in extents] if recipe.is_in_parts else [extents]
+            for spec, own in zip(recipe.stored, by_part, strict=True):
+                if any((a.file, a.end) != (b.file, b.offset) for a, b in pairwise(own)):
+                    return None
+                found[spec.name] = Extent(own[0].file, own[0].offset, spec.num_bytes)
+        return found
 
     def num_mappable(self, num_experts: int) -> int:
-        """How many experts lie in a file as in a slot, at least after `lie_apart`. 0 unless nearly
-        all do.
-        """
-        if self._apart(num_experts) is not None:
-            return num_experts
-        whole = sum(self.begins(expert_idx) is not None for expert_idx in range(num_experts))
+        """How many experts lie in files so that they can be used there. 0 unless nearly all do."""
+        whole = sum(self.stretches(expert_idx) is not None for expert_idx in range(num_experts))
         return whole if whole >= MIN_MAPPED_SHARE * num_experts else 0
 
     def bytes_in_place(self, num_experts: int, slot_bytes: int) -> int:
@@ -165,67 +162,13 @@ class LayerRecipes:
         num_mapped = self.num_mappable(num_experts)
         return num_mapped * self.bytes_per_expert() + (num_experts - num_mapped) * slot_bytes
 
-    def lie_apart(self, num_experts: int) -> None:
-        """Keep the gaps that the parts of a product have in the file in the slot, too, if they are
-        the same for all experts. In GGUF files they are, because each tensor holds one part of all
-        experts, and gate and up have one type. Such a slot is a stretch of the file, most of which
-        belongs to other experts.
-        """
-        if self.begins(0) is None and (offsets := self._apart(num_experts)) is not None:
-            moved = [
-                replace(spec, offset=offsets.get(spec.name, spec.offset))
-                for spec in self.layout.params
-            ]
-            moved.sort(key=lambda spec: spec.offset)
-            self.layout = self._applied(ExpertLayout(tuple(moved)))
-
-    def _apart(self, num_experts: int) -> dict[str, int] | None:
-        """The distance of each weight's part from the first one of its product in the file, by its
-        name. None if experts differ in it.
-        """
-        if self.copies(0) is None:
+    def mapped(
+        self, expert_idx: int, mapped: Callable[[Extent], memoryview]
+    ) -> MappedExpert | None:
+        """An expert where `mapped` has the bytes of its files; None if it does not lie there."""
+        if (stretches := self.stretches(expert_idx)) is None:
             return None
-        offsets: dict[str, int] = {}
-        for is_of_down in (False, True):
-            recipes = [recipe for recipe in self._weights if recipe.is_of_down == is_of_down]
-            names = [spec.name for recipe in recipes for spec in recipe.stored]
-            if (found := _distances(recipes, num_experts, len(names))) is None:
-                return None
-            offsets |= zip(names, found, strict=True)
-        return offsets
-
-    def mapped(self, expert_idx: int, reader: Reader) -> MappedExpert | None:
-        """An expert where the page cache has the bytes of its files, and its biases read; None if
-        its weights do not lie there as in a slot, or if parts are converted. Raises OSError where
-        files cannot be mapped, CheckpointError.
-        """
-        if (begins := self.begins(expert_idx)) is None:
-            return None
-        parts: dict[str, memoryview] = {}
-        begin_at = [0, 0]
-        for recipe in self._weights:
-            file, begin = begins[recipe.is_of_down]
-            for spec in recipe.stored:
-                part = reader.mapped(Extent(file, begin + spec.offset, spec.num_bytes))
-                begin_at[recipe.is_of_down] = address_of(part) - spec.offset
-                parts[spec.name] = part
-        addresses = Addresses(begin_at[0], begin_at[1] or begin_at[0], 0)
-        if not self._biases:
-            return MappedExpert(parts, addresses)
-        biases, at = self._read_biases(expert_idx, reader)
-        return MappedExpert(parts | biases, addresses._replace(biases=at))
-
-    def _read_biases(self, expert_idx: int, reader: Reader) -> tuple[dict[str, memoryview], int]:
-        """The biases of an expert in memory of their own, and the address from which on they lie
-        as in a slot.
-        """
-        specs = [spec for recipe in self._biases for spec in recipe.stored]
-        first = min(spec.offset for spec in specs)
-        memory = memoryview(bytearray(max(spec.offset + spec.num_bytes for spec in specs) - first))
-        copies = [copy for recipe in self._biases for copy in recipe.copies(expert_idx) or ()]
-        reader.read([(e, memory[at - first :][: e.num_bytes]) for e, at in copies])
-        parts = {spec.name: memory[spec.offset - first :][: spec.num_bytes] for spec in specs}
-        return parts, address_of(memory) - first
+        return {name: mapped(stretch) for name, stretch in stretches.items()}
 
     @property
     def is_byte_copy(self) -> bool:
@@ -241,14 +184,9 @@ class LayerRecipes:
         return sum(extent.num_bytes for recipe in self.recipes for extent in recipe.extents(0))
 
     def read_mapped(self, expert_idx: int, reader: Reader, expert: MappedExpert) -> None:
-        """Make the weights of a mapped expert present. Raises CheckpointError."""
-        pieces: list[Piece] = []
-        for recipe in self._weights:
-            for i, (extent, at) in enumerate(recipe.copies(expert_idx) or ()):
-                spec = recipe.stored[i % len(recipe.stored)]  # one, if all are parts of it
-                first = at - spec.offset
-                pieces.append((extent, expert.parts[spec.name][first : first + extent.num_bytes]))
-        reader.read(pieces)
+        """Make the bytes of a mapped expert present. Raises CheckpointError."""
+        stretches = self.stretches(expert_idx) or {}
+        reader.read([(stretch, expert[name]) for name, stretch in stretches.items()])
 
     def load(self, expert_idx: int, reader: Reader, slot: memoryview) -> None:
         """Fill a slot with one expert. Everything that needs no conversion goes to the reader in
@@ -284,22 +222,3 @@ class LayerRecipes:
 def _in_whole_blocks(layout: ExpertLayout) -> int:
     """The bytes of a slot with room for the rest of the last block."""
     return layout.slot_bytes + -layout.slot_bytes % BLOCK_BYTES
-
-
-def _distances(
-    recipes: Sequence[Recipe], num_experts: int, num_parts: int
-) -> tuple[int, ...] | None:
-    """The bytes from the first part of a product in its file to each of so many. None if experts
-    differ, or if a part is not in one piece.
-    """
-    found: tuple[int, ...] | None = None
-    for expert_idx in range(num_experts):
-        extents = [extent for recipe in recipes for extent in recipe.extents(expert_idx)]
-        if len(extents) != num_parts or len({extent.file for extent in extents}) > 1:
-            return None
-        first = min((extent.offset for extent in extents), default=0)
-        distances = tuple(extent.offset - first for extent in extents)
-        if found not in (None, distances):
-            return None
-        found = distances
-    return found

@@ -35,7 +35,6 @@ from moe_infinity.errors import CheckpointError
 from moe_infinity.experts import ParamSpec
 from moe_infinity.layout import WeightLayout
 
-DOWN = "down_proj"
 Shapes = dict[str, tuple[tuple[int, ...], str]]  # name -> (shape, dtype)
 
 
@@ -106,16 +105,6 @@ class Recipe:
     @property
     def is_packed(self) -> bool:
         return not self.is_mixed and any(source.packed is not None for source in self.sources)
-
-    @property
-    def is_of_down(self) -> bool:
-        """True if it fills `down_proj`, the product that comes last."""
-        return all(spec.name.startswith(DOWN) for spec in self.targets.values())
-
-    @property
-    def is_of_biases(self) -> bool:
-        """True if it fills nothing but vectors."""
-        return all(len(spec.shape) < 2 for spec in self.targets.values())
 
     @property
     def alternates(self) -> bool:

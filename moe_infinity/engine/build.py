@@ -54,9 +54,7 @@ def build_experts(
     ]
     bookkeeping = _bookkeeping(plan, loader, config, device_slots, slot_bytes, local_LE, free_bytes)
     is_mapped = isinstance(bookkeeping.tiers[-1].slots, MappedSlots)
-    if is_mapped:
-        loader.map_apart()
-    elif in_blocks:
+    if in_blocks and not is_mapped:
         loader.lie_in_blocks()
     path = _layer_path(plan, config, bookkeeping, early_router)
     ways = " or ".join(sorted({computer.how for computer in path.computers}))

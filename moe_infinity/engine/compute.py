@@ -152,8 +152,8 @@ class LayerComputer:
         backend = self.by_kernels
         if backend is None or backend.weighs_input:
             return None
-        addresses = [backend.slots.addresses_of(slot_id) for slot_id in slot_ids]
-        return Residents(backend.experts, np.array(addresses, np.int64))
+        tables = [backend.tables[slot_id] for slot_id in slot_ids]
+        return Residents(backend.experts, np.array(tables, np.int64))
 
 
 class CallsWork:

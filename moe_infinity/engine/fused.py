@@ -30,7 +30,7 @@ class FusedBackend:
         goes in.
         """
         self.experts = experts
-        self.slots = slots
+        self.tables = slots.tables(experts.parts)
         self.weighs_input = weighs_input
 
     def compute(
@@ -44,7 +44,7 @@ class FusedBackend:
         rows.compute(
             [rows_of[expert_idx].start for expert_idx in expert_idxs],
             [rows_of[expert_idx].stop for expert_idx in expert_idxs],
-            [self.slots.addresses_of(slot_id) for slot_id in slot_ids],
+            [self.tables[slot_id] for slot_id in slot_ids],
         )
 
 

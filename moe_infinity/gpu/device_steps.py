@@ -35,6 +35,7 @@ from moe_infinity.gpu.kernels import Kernels
 from moe_infinity.gpu.reports import ReportPoller, evict_all
 from moe_infinity.kernels.triton.slot_mlp import SlotMlp
 from moe_infinity.memory.device import DeviceSlots, SourceSlots
+from moe_infinity.memory.slots import HostSlots
 
 MAX_PAIRS = 512  # (token, k) of one MoE layer in one step
 
@@ -173,8 +174,9 @@ class DeviceSteps:
         if self._residency.num_loading:
             self._mover.recover()
         host = self._host
+        assert isinstance(host.slots, HostSlots), host
         addresses = {
-            key: host.slots.addresses_of(host.table.slot_of(key)).up
+            key: host.slots.address_of(host.table.slot_of(key))
             for key in host.table.resident_keys()
         }
         self.table.upload_residency(self._residency.resident_slots(), addresses)

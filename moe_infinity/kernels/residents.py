@@ -14,4 +14,4 @@ class Residents(NamedTuple):
     """The experts of one layer, all in memory, where they stay."""
 
     experts: FusedExperts
-    addresses_E: Ints  # int64 [E, 3]: the Addresses of each
+    tables_E: Ints  # int64: the address of a table with the addresses of each one's parts

@@ -10,15 +10,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from moe_infinity.errors import ConfigError
-from moe_infinity.experts import Addresses, ExpertKey, ExpertLayout, MappedExpert, ParamSpec
+from moe_infinity.experts import ExpertKey, ExpertLayout, MappedExpert, ParamSpec
 from moe_infinity.layout import view_of
 from moe_infinity.sizes import format_bytes, parse_size
 from moe_infinity.system.machine import machine_memory_bytes
-from moe_infinity.system.memory import address_of, give_back, huge_pages
+from moe_infinity.system.memory import give_back, huge_pages
 
 Mapped = Callable[[ExpertKey], MappedExpert | None]
 
@@ -32,14 +33,19 @@ class Slots(ABC):
         self.num_bytes = num_slots * slot_bytes
         self.device = device
         self._views: dict[ExpertLayout, SlotViews] = {}
+        self._tables: dict[tuple[ParamSpec, ...], AddressTables] = {}
 
     def views(self, layout: ExpertLayout) -> SlotViews:
         """The slots seen as experts of this layout. Layers of one layout share one object."""
         return self._views.setdefault(layout, SlotViews(self, layout))
 
+    def tables(self, parts: tuple[ParamSpec, ...]) -> AddressTables:
+        """Where these parts of the experts in slots lie, for kernels."""
+        return self._tables.setdefault(parts, AddressTables(self, parts))
+
     @abstractmethod
-    def addresses_of(self, slot_id: int) -> Addresses:
-        """Where the parts of the expert in the slot lie."""
+    def memory_of(self, slot_id: int) -> object:
+        """Whatever has the bytes of the slot: another object once they are in other memory."""
 
     @abstractmethod
     def part_of(self, slot_id: int, spec: ParamSpec) -> Tensor:
@@ -57,9 +63,8 @@ class BufferSlots(Slots):
         """The memory address of the slot's first byte."""
         return self._buffer.data_ptr() + slot_id * self.slot_bytes
 
-    def addresses_of(self, slot_id: int) -> Addresses:
-        """Where the parts of the expert in the slot lie."""
-        return Addresses.in_slot(self.address_of(slot_id))
+    def memory_of(self, slot_id: int) -> object:
+        return self._buffer
 
     def tensor_of(self, slot_id: int, num_bytes: int) -> Tensor:
         """uint8 [num_bytes] from the slot's first byte; it may reach into the slots that follow."""
@@ -123,19 +128,15 @@ class MappedSlots(Slots):
         self._experts[slot_id] = expert
         return expert
 
-    def addresses_of(self, slot_id: int) -> Addresses:
-        """Where the parts of the expert in the slot lie."""
-        expert = self._experts[slot_id]
-        if isinstance(expert, MappedExpert):
-            return expert.addresses
-        return Addresses.in_slot(address_of(expert))
+    def memory_of(self, slot_id: int) -> object:
+        return self._experts[slot_id]
 
     def part_of(self, slot_id: int, spec: ParamSpec) -> Tensor:
         """uint8 [bytes]: a part of the expert in a slot."""
         expert = self._experts[slot_id]
-        if isinstance(expert, MappedExpert):
-            return torch.frombuffer(expert.parts[spec.name], dtype=torch.uint8)
-        return torch.frombuffer(expert, dtype=torch.uint8)[spec.offset :][: spec.num_bytes]
+        if isinstance(expert, memoryview):
+            return torch.frombuffer(expert, dtype=torch.uint8)[spec.offset :][: spec.num_bytes]
+        return torch.frombuffer(expert[spec.name], dtype=torch.uint8)
 
 
 class SlotViews:
@@ -146,16 +147,38 @@ class SlotViews:
     def __init__(self, slots: Slots, layout: ExpertLayout) -> None:
         self._slots = slots
         self._layout = layout
-        self._params: dict[Addresses, dict[str, Tensor]] = {}
+        self._made: dict[int, tuple[object, dict[str, Tensor]]] = {}  # of which memory, by slot
 
     def __getitem__(self, slot_id: int) -> dict[str, Tensor]:
-        addresses = self._slots.addresses_of(slot_id)
-        if addresses not in self._params:
-            self._params[addresses] = {
+        memory, params = self._made.get(slot_id, (None, {}))
+        if memory is not self._slots.memory_of(slot_id):
+            params = {
                 spec.name: view_of(replace(spec, offset=0), self._slots.part_of(slot_id, spec))
                 for spec in self._layout.params
             }
-        return self._params[addresses]
+            self._made[slot_id] = self._slots.memory_of(slot_id), params
+        return params
+
+
+class AddressTables:
+    """tables[slot_id] -> the address of a table that has the addresses of the parts of the expert
+    in this slot, int64 [parts]. It stays where it is.
+    """
+
+    def __init__(self, slots: Slots, parts: tuple[ParamSpec, ...]) -> None:
+        self._slots = slots
+        self._parts = parts
+        self._tables = np.zeros((slots.num_slots, len(parts)), np.int64)
+        self._written: dict[int, object] = {}  # for which memory, by slot
+        self._first = self._tables.ctypes.data
+
+    def __getitem__(self, slot_id: int) -> int:
+        memory = self._slots.memory_of(slot_id)
+        if self._written.get(slot_id) is not memory:
+            parts = [self._slots.part_of(slot_id, spec) for spec in self._parts]
+            self._tables[slot_id] = [part.data_ptr() for part in parts]
+            self._written[slot_id] = memory
+        return self._first + slot_id * self._tables.strides[0]
 
 
 def num_host_slots(

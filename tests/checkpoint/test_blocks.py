@@ -126,8 +126,6 @@ def test_slots_take_no_more_memory_where_parts_stay_as_they_are(tmp_path, monkey
 class Parts:
     """A recipe whose parts are copied, each from one or two extents of a file."""
 
-    is_of_down = is_of_biases = False
-
     def __init__(self, extents: list[list[list[Extent]]]) -> None:
         self._extents = extents  # of each expert, of each part
         self.stored: list[ParamSpec] = []

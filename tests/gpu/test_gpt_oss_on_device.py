@@ -276,11 +276,9 @@ def test_tritons_kernel_agrees_with_its_reference_on_a_layer(folder):
     with on_device(folder, "100%") as moe:
         greedy(moe, LONG_PROMPT)
         (mlp, *_) = experts_of(moe).device_steps._mlps
-        slots = moe.engine.tiers[0].slots
+        slots: Any = moe.engine.tiers[0].slots
         resident = sorted(moe.engine.tiers[0].table.resident_slots().items())
-        at = [slots.addresses_of(slot).up for key, slot in resident if key.moe_layer_idx == 0][
-            :TOP_K
-        ]
+        at = [slots.address_of(slot) for key, slot in resident if key.moe_layer_idx == 0][:TOP_K]
         x_TD, weights_TK = 8 * torch.randn(1, 64), torch.rand(1, TOP_K)
         arguments = mlp, x_TD, torch.arange(TOP_K)[None], weights_TK, torch.tensor(at)
         expected = slot_moe(REFERENCE, *arguments)

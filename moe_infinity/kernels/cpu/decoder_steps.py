@@ -44,7 +44,6 @@ from moe_infinity.kernels.cpu.vectors import LANES
 from moe_infinity.kernels.cpu.work import (
     BIASES,
     JOB_AT,
-    NUM_ADDRESSES,
     OF_EXPERTS,
     KernelJob,
     experts,
@@ -273,7 +272,7 @@ class DecoderSteps:
         )
         self._routed[layer] = RoutedCall(**dict.fromkeys(RoutedCall._fields, 0))._replace(
             job=self._jobs[layer].ctypes.data,
-            addresses_of_all=residents.addresses_E.ctypes.data,
+            tables_of_all=residents.tables_E.ctypes.data,
             num_experts=fixed.num_experts,
             has_shared=int(fixed.shared_width > 0),
             top_k=fixed.top_k,
@@ -333,7 +332,7 @@ class DecoderSteps:
             "row_of": 8 * num_pairs,
             "starts": 8 * num_pairs,
             "stops": 8 * num_pairs,
-            "addresses": 8 * NUM_ADDRESSES * num_pairs,
+            "tables": 8 * num_pairs,
             "state": len(self._kernels) * _state_bytes(num_pairs),
             "weights": 4 * num_pairs,
             "inputs": width * self._most_seqs,

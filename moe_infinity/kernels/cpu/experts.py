@@ -21,13 +21,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from moe_infinity.experts import Addresses, Ints, ParamSpec
+from moe_infinity.experts import Ints, ParamSpec
 from moe_infinity.kernels import host_float32, many_rows
 from moe_infinity.kernels.cpu import work as experts_work
 from moe_infinity.kernels.cpu.arrangement import arrange
@@ -56,8 +55,9 @@ def fused_experts(
     compiled: 2 s of processor time for the first kind, 0.3 s for each further one, 0.5 to 3 s for
     one of GGML's.
     """
-    first = Product.of(up)
-    second = Product.of(down)
+    parts = [part for weight in (*up, *down) for part in weight.parts.values()] + [*biases]
+    first = Product.of(up, parts=parts)
+    second = Product.of(down, parts=parts)
     if first is None or second is None:
         return None
     num_hidden = first.num_rows // 2 if activation.is_gated else first.num_rows
@@ -65,38 +65,39 @@ def fused_experts(
         return None
     if activation.is_gated and first.num_rows % 2:
         return None
-    if biases:
-        if len(biases) != len(up) + len(down) or len(down) > 1:
-            return None
-        if {weight.kind for weight in (*up, *down)} & {*WORDS}:
-            return None  # a row in two blocks would get it twice
-        if (up_bias := _joined(biases[:-1])) is None or up_bias.dtype != biases[-1].dtype:
-            return None
-        biases = [up_bias, biases[-1]]
+    if biases and not _reads_biases(up, down, biases):
+        return None
     in_panels = widened = None
-    if (many := Product.of(up, in_panels=True)) and (then := Product.of(down, in_panels=True)):
-        in_panels = FusedExperts(many, then, activation, biases, is_interleaved=is_interleaved)
+    if (many := Product.of(up, in_panels=True, parts=parts)) and (
+        then := Product.of(down, in_panels=True, parts=parts)
+    ):
+        in_panels = FusedExperts(
+            many, then, activation, parts, biases, is_interleaved=is_interleaved
+        )
     if (
         many_rows.has_products_of_bfloat16()
-        and (wide := Widening.of(up))
-        and (end := Widening.of(down))
+        and (wide := Widening.of(up, parts))
+        and (end := Widening.of(down, parts))
     ):
-        widened = WidenedExperts(wide, end, activation, biases, is_interleaved=is_interleaved)
+        widened = WidenedExperts(
+            wide, end, activation, parts, biases, is_interleaved=is_interleaved
+        )
     return FusedExperts(
-        first, second, activation, biases, is_interleaved=is_interleaved,
+        first, second, activation, parts, biases, is_interleaved=is_interleaved,
         in_panels=in_panels, widened=widened,
     )  # fmt: skip
 
 
-def _joined(biases: Sequence[ParamSpec]) -> ParamSpec | None:
-    """Biases that follow each other in a slot as one. None: kernels do not read them."""
-    first = biases[0]
-    ends = [bias.offset + bias.num_bytes for bias in biases[:-1]]
-    if first.dtype not in BIASES or {bias.dtype for bias in biases} != {first.dtype}:
-        return None
-    if ends != [bias.offset for bias in biases[1:]]:
-        return None
-    return replace(first, shape=(sum(bias.shape[0] for bias in biases),))
+def _reads_biases(
+    up: Sequence[WeightLayout], down: Sequence[WeightLayout], biases: Sequence[ParamSpec]
+) -> bool:
+    """True if kernels add these biases."""
+    weights = *up, *down
+    if len(biases) != len(weights) or len(up) > 2 or len(down) > 1:
+        return False
+    if biases[0].dtype not in BIASES or {bias.dtype for bias in biases} != {biases[0].dtype}:
+        return False
+    return not {weight.kind for weight in weights} & {*WORDS}  # a row in two blocks gets it twice
 
 
 class FusedExperts:
@@ -107,12 +108,14 @@ class FusedExperts:
         up: Product,
         down: Product,
         activation: Activation,
+        parts: Sequence[ParamSpec],
         biases: Sequence[ParamSpec],
         *,
         is_interleaved: bool,
         in_panels: FusedExperts | None = None,  # the same experts on other paths
         widened: WidenedExperts | None = None,
     ) -> None:
+        self.parts = tuple(parts)  # whose addresses a table has
         self.in_panels = in_panels
         self.widened = widened
         self.up = up
@@ -121,6 +124,7 @@ class FusedExperts:
         self._numbers = np.array(numbers, np.float32)
         self.up_bytes = -(-4 * up.num_rows // 64) * 64  # so that no vector crosses a cache line
         self.row_bytes = self.up_bytes + down.arrangement.row_bytes
+        numbers_of = [self.parts.index(bias) for bias in biases]
         mlp = ExpertMlp(
             up_blocks=up.blocks.ctypes.data,
             num_up=len(up.blocks),
@@ -133,8 +137,10 @@ class FusedExperts:
             numbers=self._numbers.ctypes.data,
             gate_step=2 if is_interleaved else 1,
             first_up=1 if is_interleaved else up.num_rows // 2,
-            up_bias=biases[0].offset if biases else NO_BIAS,
-            down_bias=biases[1].offset if biases else NO_BIAS,
+            up_bias=numbers_of[0] if biases else NO_BIAS,
+            second_row=biases[0].shape[0] if biases else 0,
+            second_bias=numbers_of[1] if len(biases) > 2 else NO_BIAS,
+            down_bias=numbers_of[-1] if biases else NO_BIAS,
             bias=BIASES.index(biases[0].dtype) if biases else 0,
         )
         self.mlp = array("q", mlp)
@@ -152,7 +158,10 @@ class FusedExperts:
         begins at addresses[i].
         """
         rows = self.begin(inputs_PD, len(inputs_PD), path=path)
-        rows.compute(starts[:-1], starts[1:], [*map(Addresses.in_slot, addresses)])
+        offsets = np.array([part.offset for part in self.parts])
+        tables = np.add.outer(np.array(addresses, np.int64), offsets)
+        first, step = tables.ctypes.data, tables.strides[0]
+        rows.compute(starts[:-1], starts[1:], [first + step * i for i in range(len(tables))])
         return rows.out_PD.to(inputs_PD.dtype)
 
     def begin(
@@ -183,10 +192,10 @@ class Rows(ABC):
         self,
         starts: Sequence[int],
         stops: Sequence[int],
-        addresses: Sequence[Addresses],
+        tables: Sequence[int],
     ) -> None:
-        """Fill `out_PD` from starts[i] to stops[i] for the expert at addresses[i], where it has
-        to stay until this returns.
+        """Fill `out_PD` from starts[i] to stops[i] for the expert whose table is at tables[i]:
+        int64 [parts], the address of each of `parts`. It has to stay until this returns.
         """
 
     def sum(self, row_P: Ints, top_k_weights_TK: Tensor) -> Tensor:
@@ -217,17 +226,17 @@ class WidenedRows(Rows):
         self,
         starts: Sequence[int],
         stops: Sequence[int],
-        addresses: Sequence[Addresses],
+        tables: Sequence[int],
     ) -> None:
         """Fill `out_PD`, as each class of `Rows` does."""
 
-        def compute_one(expert: tuple[int, int, Addresses]) -> None:
-            start, stop, own = expert
+        def compute_one(expert: tuple[int, int, int]) -> None:
+            start, stop, table = expert
             rows = slice(start, stop) if self._tokens_P is None else self._tokens_P[start:stop]
             x_RD = self._inputs_TD[rows]
-            self.out_PD[start:stop] = self._experts.compute(x_RD, own)
+            self.out_PD[start:stop] = self._experts.compute(x_RD, table)
 
-        run_all(compute_one, zip(starts, stops, addresses, strict=True))
+        run_all(compute_one, zip(starts, stops, tables, strict=True))
 
 
 class FusedRows(Rows):
@@ -251,7 +260,7 @@ class FusedRows(Rows):
         self,
         starts: Sequence[int],
         stops: Sequence[int],
-        addresses: Sequence[Addresses],
+        tables: Sequence[int],
     ) -> None:
         """Fill `out_PD`, as each class of `Rows` does."""
         ends = [0, *np.cumsum(np.subtract(stops, starts)).tolist()]  # among the rows of this call
@@ -271,7 +280,7 @@ class FusedRows(Rows):
             self._experts.hidden_arrangement,
             ends[:-1],
             ends[1:],
-            addresses,
+            tables,
             num_threads=num_threads(),
             x=x.data_ptr(),
             x_is_shared=int(self._is_shared),

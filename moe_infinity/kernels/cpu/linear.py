@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from moe_infinity.experts import Addresses, ParamSpec
+from moe_infinity.experts import ParamSpec
 from moe_infinity.kernels import host_float32, many_rows
 from moe_infinity.kernels.cpu.arrangement import arrange
 from moe_infinity.kernels.cpu.product import Product
@@ -35,7 +35,7 @@ def product_of(weights: Sequence[Tensor | PackedWeight]) -> Product | None:
 
 
 def _layouts_of(weights: Sequence[Tensor | PackedWeight]) -> list[WeightLayout] | None:
-    layouts = []  # from a slot that begins at 0
+    layouts = []  # offsets are addresses
     for weight in weights:
         if isinstance(weight, PackedWeight):
             layouts.append(weight.layout.moved(weight.memory.data_ptr()))
@@ -100,12 +100,12 @@ class FusedLinear:
             num_up=len(product.blocks),
             up_bytes=4 * product.num_rows,
         )
-        run_job(  # one "expert" has all rows; addresses of weights are absolute
+        run_job(  # one "expert" has all rows; the arguments have the addresses of its weights
             array("q", mlp),
             array("q", arrangement),  # not used: there is no second product
             [0],
             [len(x)],
-            [Addresses.in_slot(0)],
+            [0],
             num_threads=num_threads() if self._is_worth_sharing(len(x)) else 1,
             x=arranged.data_ptr(),
             x_is_shared=0,

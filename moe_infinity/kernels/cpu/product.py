@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from moe_infinity.experts import ParamSpec
 from moe_infinity.kernels.cpu.arrangement import (
     Arrangement,
     arrangement_for,
@@ -71,9 +72,17 @@ class Product:
     kept: list[array[int]]  # what `arrangement` points to
 
     @classmethod
-    def of(cls, weights: Sequence[WeightLayout], *, in_panels: bool = False) -> Product | None:
-        """The product with these weights: of few rows of x or, `in_panels`, of many. None unless
-        kernels read all weights, and they have as many columns as each other.
+    def of(
+        cls,
+        weights: Sequence[WeightLayout],
+        *,
+        in_panels: bool = False,
+        parts: Sequence[ParamSpec] | None = None,
+    ) -> Product | None:
+        """The product with these weights: of few rows of x or, `in_panels`, of many. Their parts
+        are where a table of the addresses of `parts` says, or without `parts` where their offsets
+        say, which are addresses. None unless kernels read all weights, and they have as many
+        columns as each other.
         """
         loops = [loop for weight in weights if (loop := loop_of(weight)) is not None]
         if len(loops) < len(weights) or len({weight.shape[1] for weight in weights}) != 1:
@@ -93,7 +102,7 @@ class Product:
         blocks = []
         offset = 0
         for weight, loop, own, row in zip(weights, loops, arrangements, arguments, strict=True):
-            row[:] = arguments_of(weight, loop)._replace(
+            row[:] = arguments_of(weight, loop, parts)._replace(
                 out_bytes=4 * num_rows, x_bytes=arrangement.row_bytes
             )
             x_offset = sum(before.row_bytes for before in distinct[: distinct.index(own)])
@@ -115,13 +124,23 @@ def row_blocks(weight: WeightLayout) -> Iterator[tuple[int, int]]:
         yield first, min(first + at_once, weight.shape[0])
 
 
-def arguments_of(weight: WeightLayout, loop: InnerLoop) -> KernelArguments:
-    """The arguments for a kernel; addresses count from the start of a slot."""
+def arguments_of(
+    weight: WeightLayout, loop: InnerLoop, parts: Sequence[ParamSpec] | None
+) -> KernelArguments:
+    """The arguments for a kernel. They have the numbers of the weight's parts among `parts` or,
+    without these, their addresses.
+    """
+
+    def at(part: ParamSpec | None) -> int:
+        if part is None:
+            return 0
+        return part.offset if parts is None else parts.index(part)
+
     rows, columns = weight.shape
     block = block_of(weight) or (rows, columns)
     return arguments_for(loop, weight.shape, block, -(-rows // block[0]))._replace(
-        weight=weight.values.offset,
-        scales=0 if weight.scale is None else weight.scale.offset,
-        zeros=0 if weight.zeros is None else weight.zeros.offset,
-        global_scale=0 if weight.global_scale is None else weight.global_scale.offset,
+        weight=at(weight.values),
+        scales=at(weight.scale),
+        zeros=at(weight.zeros),
+        global_scale=at(weight.global_scale),
     )

@@ -25,7 +25,6 @@ from moe_infinity.kernels.cpu.team import LINE, call_at, fetch_add, wait_for
 from moe_infinity.kernels.cpu.vectors import float_at, int_at, put_float, put_int
 from moe_infinity.kernels.cpu.work import (
     JOB_AT,
-    NUM_ADDRESSES,
     OF_EXPERTS,
     KernelJob,
     add_weighted,
@@ -45,7 +44,7 @@ class RoutedCall(NamedTuple):
 
     # of the layer
     job: int  # what work.experts is called with
-    addresses_of_all: int  # the Addresses of each expert
+    tables_of_all: int  # int64 [E]: the table of each expert, as in KernelJob
     num_experts: int  # E
     has_shared: int  # expert
     top_k: int  # K
@@ -58,7 +57,7 @@ class RoutedCall(NamedTuple):
     row_of: int  # int64 [P]: the row of each pair
     starts: int  # int64 [P], as in KernelJob
     stops: int
-    addresses: int
+    tables: int
     state: int  # of this layer alone
     weights: int  # float32 [P]
     inputs: int  # float32 [B, D]
@@ -95,9 +94,7 @@ def _sort(call):  # type: ignore[no-untyped-def]
         if count:
             put_int(call.starts, found, start)
             put_int(call.stops, found, start + count)
-            for i in range(NUM_ADDRESSES):
-                address = int_at(call.addresses_of_all, NUM_ADDRESSES * expert + i)
-                put_int(call.addresses, NUM_ADDRESSES * found + i, address)
+            put_int(call.tables, found, int_at(call.tables_of_all, expert))
             found += 1
             start += count
     for pair in range(num_pairs):

@@ -24,7 +24,7 @@ from numba.extending import intrinsic
 
 from moe_infinity.kernels.cpu.blocks import BlockStep
 from moe_infinity.kernels.cpu.compiler import c_function, has_avx512
-from moe_infinity.kernels.cpu.steps import InnerLoop, KernelArguments, Tile
+from moe_infinity.kernels.cpu.steps import NUM_ARGUMENTS, InnerLoop, KernelArguments, Tile
 from moe_infinity.kernels.cpu.vectors import (
     F32,
     FLOATS,
@@ -46,7 +46,6 @@ from moe_infinity.kernels.cpu.words import STORED, emit_words, scales_of
 from moe_infinity.layout import WORDS
 
 PREFETCH_BYTES = 2048  # ahead, at least; bf16, one token, two threads: 47 GB/s, without it 43
-NUM_ARGUMENTS = len(KernelArguments._fields)
 
 
 # Tokens for which memory is the limit. Rows one after the other come fastest: bf16, 3 tokens, two

@@ -201,6 +201,10 @@ class KernelArguments(NamedTuple):
     last_scale: Any  # the scale, or first of the scales, of the last step
 
 
+NUM_ARGUMENTS = len(KernelArguments._fields)
+NUM_PARTS = 4  # the first fields: addresses of parts of a weight
+
+
 def loop_for(
     kind: str,
     num_columns: int,

@@ -29,13 +29,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import linear
 
-from moe_infinity.experts import Addresses, ParamSpec
+from moe_infinity.experts import ParamSpec
 from moe_infinity.kernels.cpu.compiler import machine_code
 from moe_infinity.kernels.cpu.product import arguments_of, loop_of, row_blocks
 from moe_infinity.kernels.cpu.steps import KernelArguments
 from moe_infinity.kernels.cpu.team import num_threads
 from moe_infinity.kernels.cpu.widen import widening_function
-from moe_infinity.kernels.cpu.work import BLOCK_BYTES, RowBlock, block_at, call_rows
+from moe_infinity.kernels.cpu.work import BLOCK_BYTES, RowBlock, block_at, multiply
 from moe_infinity.kernels.reference import Activation
 from moe_infinity.layout import WORDS, WeightLayout
 
@@ -52,11 +52,9 @@ class Piece(NamedTuple):
 
 
 @machine_code(types.void(*[types.int64] * 4))
-def _widen_blocks(blocks, num_blocks, slot, out):  # type: ignore[no-untyped-def]
+def _widen_blocks(blocks, num_blocks, table, out):  # type: ignore[no-untyped-def]
     for i in range(num_blocks):
-        block = block_at(blocks + BLOCK_BYTES * i)
-        at = out + block.out_offset
-        call_rows(block.function, block.first, block.last, 0, 0, at, block.arguments, slot)
+        multiply(block_at(blocks + BLOCK_BYTES * i), table, 0, 0, 0, 0, out, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +67,12 @@ class Widening:
     blocks: NDArray[np.int64]  # RowBlocks
 
     @classmethod
-    def of(cls, weights: Sequence[WeightLayout]) -> Widening | None:
-        """The widening of these weights. None if kernels do not widen all of them."""
+    def of(
+        cls, weights: Sequence[WeightLayout], parts: Sequence[ParamSpec] | None = None
+    ) -> Widening | None:
+        """The widening of these weights, with `parts` as for `Product.of`. None if kernels do not
+        widen all of them.
+        """
         loops = [loop for weight in weights if (loop := loop_of(weight)) is not None]
         kinds = {weight.kind for weight in weights}
         if len(loops) < len(weights) or kinds & {*WORDS}:
@@ -80,7 +82,7 @@ class Widening:
         blocks = []
         before = 0
         for weight, loop, row in zip(weights, loops, arguments, strict=True):
-            row[:] = arguments_of(weight, loop)._replace(out_bytes=2 * num_columns)
+            row[:] = arguments_of(weight, loop, parts)._replace(out_bytes=2 * num_columns)
             function = widening_function(loop).address
             for first, last in row_blocks(weight):
                 offset = 2 * num_columns * before
@@ -107,13 +109,15 @@ class Widening:
         return pieces
 
     def multiply(
-        self, piece: Piece, slot: int, x_TC: Tensor, bias_R: Tensor | None = None
+        self, piece: Piece, table: int, x_TC: Tensor, bias_R: Tensor | None = None
     ) -> Tensor:
-        """[T, C] -> [T, rows of the piece], of the weights in a slot that begins there."""
+        """[T, C] -> [T, rows of the piece], of the weights whose parts are in the table at this
+        address; 0: there is none.
+        """
         num_rows = piece.last - piece.first
         weight_RC = _memory(num_rows * self.num_columns).view(num_rows, self.num_columns)
         at = weight_RC.data_ptr() - 2 * self.num_columns * piece.first
-        _widen_blocks(piece.blocks, piece.num_blocks, slot, at)
+        _widen_blocks(piece.blocks, piece.num_blocks, table, at)
         if bias_R is not None:
             bias_R = bias_R[piece.first : piece.last].to(x_TC.dtype)
         return linear(x_TC, weight_RC, bias_R)
@@ -181,6 +185,7 @@ class WidenedExperts:
         up: Widening,
         down: Widening,
         activation: Activation,
+        parts: Sequence[ParamSpec],
         biases: Sequence[ParamSpec],
         *,
         is_interleaved: bool,
@@ -190,15 +195,18 @@ class WidenedExperts:
         self._up_pieces = up.pieces(PIECE_BYTES)
         self._down_pieces = down.pieces(PIECE_BYTES)
         self._activation = activation
-        self._biases: Sequence[ParamSpec | None] = biases or (None, None)
+        self._biases = [(bias, parts.index(bias)) for bias in biases]
         self._is_interleaved = is_interleaved
 
-    def compute(self, x_RD: Tensor, addresses: Addresses) -> Tensor:
-        """[R, D] -> [R, D] of the expert there. As in the model's own code, what comes out of a
-        product or of the activation is rounded to bfloat16.
+    def compute(self, x_RD: Tensor, table: int) -> Tensor:
+        """[R, D] -> [R, D] of the expert with this table. As in the model's own code, what comes
+        out of a product or of the activation is rounded to bfloat16.
         """
-        up_bias_R, down_bias_R = (_bias_at(addresses.biases, bias) for bias in self._biases)
-        up_RF = _product(self._up, self._up_pieces, addresses.up, x_RD, up_bias_R).float()
+        up_bias_R = down_bias_R = None
+        if self._biases:
+            *up_biases, down_bias_R = (_bias_in(table, *bias) for bias in self._biases)
+            up_bias_R = torch.cat(up_biases)
+        up_RF = _product(self._up, self._up_pieces, table, x_RD, up_bias_R).float()
         if not self._activation.is_gated:
             hidden = self._activation(up_RF)
         elif self._is_interleaved:
@@ -206,17 +214,16 @@ class WidenedExperts:
         else:
             hidden = self._activation(*up_RF.chunk(2, dim=1))
         hidden = hidden.to(x_RD.dtype)
-        return _product(self._down, self._down_pieces, addresses.down, hidden, down_bias_R)
+        return _product(self._down, self._down_pieces, table, hidden, down_bias_R)
 
 
-def _bias_at(address: int, bias: ParamSpec | None) -> Tensor | None:
-    if bias is None:
-        return None
-    memory = (ctypes.c_uint8 * bias.num_bytes).from_address(address + bias.offset)
+def _bias_in(table: int, bias: ParamSpec, number: int) -> Tensor:
+    at = ctypes.c_int64.from_address(table + 8 * number).value
+    memory = (ctypes.c_uint8 * bias.num_bytes).from_address(at)
     return torch.frombuffer(memory, dtype=getattr(torch, bias.dtype))
 
 
 def _product(
-    widening: Widening, pieces: list[Piece], slot: int, x_RC: Tensor, bias_R: Tensor | None
+    widening: Widening, pieces: list[Piece], table: int, x_RC: Tensor, bias_R: Tensor | None
 ) -> Tensor:
-    return torch.cat([widening.multiply(piece, slot, x_RC, bias_R) for piece in pieces], dim=1)
+    return torch.cat([widening.multiply(piece, table, x_RC, bias_R) for piece in pieces], dim=1)

@@ -12,18 +12,18 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from itertools import chain
 from typing import Any, NamedTuple
 
 from llvmlite import ir
 from numba import njit, types
+from numba.core import cgutils
 from numba.extending import intrinsic
 
-from moe_infinity.experts import Addresses
 from moe_infinity.kernels.cpu import team
 from moe_infinity.kernels.cpu.activations import activate_lanes
 from moe_infinity.kernels.cpu.arrangement import Arrangement, arrange
 from moe_infinity.kernels.cpu.compiler import c_function, machine_code, reader_of
+from moe_infinity.kernels.cpu.steps import NUM_ARGUMENTS, NUM_PARTS
 from moe_infinity.kernels.cpu.team import LINE, fetch_add, wait_for
 from moe_infinity.kernels.cpu.vectors import (
     I64,
@@ -39,9 +39,8 @@ from moe_infinity.kernels.cpu.vectors import (
 from moe_infinity.system.machine import yield_address
 
 BIASES = ("float32", "bfloat16", "float16")
+BIAS_BYTES = (4, 2, 2)
 NO_BIAS = -1
-NUM_ADDRESSES = len(Addresses._fields)
-AT_UP, AT_DOWN, AT_BIASES = range(NUM_ADDRESSES)
 NEXT = 0
 DONE = LINE
 OF_EXPERTS = 2 * LINE  # in KernelJob.state
@@ -61,8 +60,8 @@ class RowBlock(NamedTuple):
 
 
 class ExpertMlp(NamedTuple):
-    """The MLP of an expert, the same for all of a layer but for the slot: integers, for numba. A
-    single product has an up and nothing else.
+    """The MLP of an expert, the same for all of a layer but for where its parts lie: integers, for
+    numba. A single product has an up and nothing else.
     """
 
     up_blocks: int  # address of RowBlocks
@@ -76,7 +75,9 @@ class ExpertMlp(NamedTuple):
     numbers: int = 0  # address of three: alpha, shift and limit
     gate_step: int = 0  # from one output of gate to the next, and so for up
     first_up: int = 0
-    up_bias: int = NO_BIAS  # bytes from the address of biases
+    up_bias: int = NO_BIAS  # number of the part
+    second_row: int = 0  # of up, from which on outputs get another bias
+    second_bias: int = NO_BIAS
     down_bias: int = NO_BIAS
     bias: int = 0  # the index of their dtype in BIASES
 
@@ -87,7 +88,7 @@ class KernelJob(NamedTuple):
     state: int  # next item; items done; by expert: blocks of up done, and whether hidden is ready
     starts: int  # first row of each expert
     stops: int  # one more than its last
-    addresses: int  # the Addresses of each expert
+    tables: int  # of each expert the address of its table: addresses of parts; 0: without a table
     num_experts: int
     x: int  # float32 [P, ...], arranged
     x_is_shared: int  # one row that all experts have
@@ -112,6 +113,34 @@ def call_rows(
     return types.void(*[types.int64] * 8), emit
 
 
+@intrinsic  # type: ignore[untyped-decorator]
+def call_rows_at(
+    _: Any, function: Any, first: Any, last: Any, x: Any, num_tokens: Any, out: Any,
+    arguments: Any, table: Any,
+) -> Any:  # fmt: skip
+    """Call a row function for a weight whose KernelArguments have the numbers of its parts in place
+    of their addresses, which are in a table.
+    """
+
+    def emit(context: Any, b: Any, _: Any, args: Any) -> Any:
+        function, *before, arguments, table = args
+        own = cgutils.alloca_once(b, ir.ArrayType(I64, NUM_ARGUMENTS))
+        for k in range(NUM_ARGUMENTS):
+            value = _int64_at(b, arguments, I64(k))
+            if k < NUM_PARTS:
+                value = _int64_at(b, table, value)
+            b.store(value, b.gep(own, [I64(0), I64(k)]))
+        kind = ir.FunctionType(ir.VoidType(), [I64] * 7)
+        b.call(b.inttoptr(function, kind.as_pointer()), [*before, b.ptrtoint(own, I64), I64(0)])
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 8), emit
+
+
+def _int64_at(b: Any, at: Any, index: Any) -> Any:
+    return b.load(b.inttoptr(b.add(at, b.mul(index, I64(8))), I64.as_pointer()))
+
+
 BLOCK_BYTES = 8 * len(RowBlock._fields)
 block_at = reader_of(RowBlock)
 _mlp_at = reader_of(ExpertMlp)
@@ -120,11 +149,17 @@ _job_at = reader_of(KernelJob)
 
 
 @njit(nogil=True)
-def multiply(block, slot, p, stop, x, x_bytes, out, out_bytes):  # type: ignore[no-untyped-def]
-    """Multiply a RowBlock of a weight in this slot by rows of x, from p to stop."""
+def multiply(block, table, p, stop, x, x_bytes, out, out_bytes):  # type: ignore[no-untyped-def]
+    """Multiply a RowBlock of a weight, with its parts in this table, by rows of x, from p to
+    stop. Without a table, 0, its arguments have the addresses.
+    """
     x += p * x_bytes + block.x_offset
     out += p * out_bytes + block.out_offset
-    call_rows(block.function, block.first, block.last, x, stop - p, out, block.arguments, slot)
+    first, last = block.first, block.last
+    if table == 0:
+        call_rows(block.function, first, last, x, stop - p, out, block.arguments, 0)
+    else:
+        call_rows_at(block.function, first, last, x, stop - p, out, block.arguments, table)
 
 
 @njit(nogil=True)
@@ -156,12 +191,6 @@ def put_number(at, index, value, dtype):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True)
-def _address_at(job, expert, field):  # type: ignore[no-untyped-def]
-    """One of the Addresses of an expert."""
-    return int_at(job.addresses, NUM_ADDRESSES * expert + field)
-
-
-@njit(nogil=True)
 def _activate(mlp, arrangement, job, expert):  # type: ignore[no-untyped-def]
     """Compute the input of down, for an expert whose up is complete."""
     first = int_at(job.starts, expert)
@@ -169,9 +198,14 @@ def _activate(mlp, arrangement, job, expert):  # type: ignore[no-untyped-def]
     at = job.up + first * mlp.up_bytes
     hidden = job.hidden + first * arrangement.row_bytes
     if mlp.up_bias != NO_BIAS:
-        bias = _address_at(job, expert, AT_BIASES) + mlp.up_bias
+        table = int_at(job.tables, expert)
         num_up = mlp.up_bytes // 4
-        _add_bias(at, mlp.up_bytes, num_rows, bias, mlp.bias, 0, num_up)
+        stop = num_up if mlp.second_bias == NO_BIAS else mlp.second_row
+        bias = int_at(table, mlp.up_bias)
+        _add_bias(at, mlp.up_bytes, num_rows, bias, mlp.bias, 0, stop)
+        if stop < num_up:
+            bias = int_at(table, mlp.second_bias) - stop * BIAS_BYTES[mlp.bias]
+            _add_bias(at, mlp.up_bytes, num_rows, bias, mlp.bias, stop, num_up)
     up = mlp.first_up if mlp.is_gated else 0
     width = arrangement.num_columns
     for p in range(num_rows):
@@ -213,10 +247,10 @@ def experts(call: int) -> None:
             counter = job.state + 8 * (OF_EXPERTS + LINE * expert)
             block = block_at(mlp.up_blocks + BLOCK_BYTES * (item % mlp.num_up))
             x_bytes = 0 if job.x_is_shared else block.x_bytes
-            slot = _address_at(job, expert, AT_UP)
+            table = int_at(job.tables, expert)
             p = int_at(job.starts, expert)
             stop = int_at(job.stops, expert)
-            multiply(block, slot, p, stop, job.x, x_bytes, job.up, mlp.up_bytes)
+            multiply(block, table, p, stop, job.x, x_bytes, job.up, mlp.up_bytes)
             if fetch_add(counter, 1) == mlp.num_up - 1 and mlp.num_down:
                 _activate(mlp, arrangement, job, expert)
                 fetch_add(counter + 8, 1)
@@ -224,12 +258,12 @@ def experts(call: int) -> None:
             expert = (item - ups) // mlp.num_down
             wait_for(job.state + 8 * (OF_EXPERTS + LINE * expert + 1), 1, job.yield_)
             block = block_at(mlp.down_blocks + BLOCK_BYTES * ((item - ups) % mlp.num_down))
-            slot = _address_at(job, expert, AT_DOWN)
+            table = int_at(job.tables, expert)
             p = int_at(job.starts, expert)
             stop = int_at(job.stops, expert)
-            multiply(block, slot, p, stop, job.hidden, block.x_bytes, job.out, mlp.out_bytes)
+            multiply(block, table, p, stop, job.hidden, block.x_bytes, job.out, mlp.out_bytes)
             if mlp.down_bias != NO_BIAS:
-                bias = _address_at(job, expert, AT_BIASES) + mlp.down_bias
+                bias = int_at(table, mlp.down_bias)
                 at = job.out + p * mlp.out_bytes
                 _add_bias(at, mlp.out_bytes, stop - p, bias, mlp.bias, block.first, block.last)
         fetch_add(job.state + 8 * DONE, 1)
@@ -242,7 +276,7 @@ def run_job(
     arrangement: array[int],
     starts: Sequence[int],
     stops: Sequence[int],
-    addresses: Sequence[Addresses],
+    tables: Sequence[int],
     *,
     num_threads: int,
     **rest: int,
@@ -250,10 +284,10 @@ def run_job(
     """Compute a job. `rest` are the fields of KernelJob from `x` to `out`. The memory at their
     addresses has to stay until this returns.
     """
-    num_experts = len(addresses)
+    num_experts = len(tables)
     num_state = OF_EXPERTS + LINE * num_experts
     memory = array("q", bytes(8 * num_state))
-    for values in (starts, stops, chain.from_iterable(addresses)):
+    for values in (starts, stops, tables):
         memory.extend(values)
     # Grows no more from here on: its address is taken.
     memory.extend([0] * (JOB_AT + len(KernelJob._fields)))
@@ -263,11 +297,11 @@ def run_job(
         state=at,
         starts=first,
         stops=first + 8 * num_experts,
-        addresses=first + 16 * num_experts,
+        tables=first + 16 * num_experts,
         num_experts=num_experts,
         yield_=yield_address(),
         **rest,
     )
-    call = num_state + (2 + NUM_ADDRESSES) * num_experts
+    call = num_state + 3 * num_experts
     memory[call:] = array("q", [mlp.buffer_info()[0], arrangement.buffer_info()[0], *job])
     team.run(experts.address, at + 8 * call, num_threads)

@@ -6,14 +6,17 @@ Legend: P rows of all experts, D model width.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from moe_infinity.experts import Addresses, ParamSpec
+from moe_infinity.experts import ParamSpec
 from moe_infinity.kernels.cpu.experts import fused_experts
 from moe_infinity.kernels.many_rows import RowPath
 from moe_infinity.kernels.reference import FUNCTIONS, Activation
@@ -258,8 +261,9 @@ def test_experts_may_arrive_in_any_order_and_in_any_number_of_calls(calls, path)
     assert experts.fused is not None
     expected = experts.fused(x[tokens], MANY, places, path)
     rows = experts.fused.begin(x, MANY[-1], tokens, path=path)
+    tables = tables_of(experts.fused.parts, *[experts.slots] * len(experts.fused.parts))
     for call in calls:
-        at = [Addresses.in_slot(places[each]) for each in call]
+        at = [tables[each].ctypes.data for each in call]
         rows.compute([MANY[each] for each in call], [MANY[each + 1] for each in call], at)
     assert torch.equal(rows.out_PD, expected)
 
@@ -310,37 +314,35 @@ def test_what_kernels_do_not_read_is_refused():
     assert fused_experts([gate_up], [down], SILU, biases=whole) is None
 
 
+def tables_of(parts: Sequence[ParamSpec], *slots: Tensor) -> NDArray[np.int64]:
+    """[experts, parts]: the address of each part in its own memory [experts, bytes]."""
+    addresses = [
+        [own[i].data_ptr() + part.offset for part, own in zip(parts, slots, strict=True)]
+        for i in range(len(slots[0]))
+    ]
+    return np.array(addresses, np.int64)
+
+
+@pytest.mark.parametrize("splits", [True, False])
+@pytest.mark.parametrize("kind", ["ggml q4_k", "mxfp4", "bf16"])
 @pytest.mark.parametrize("path", [*RowPath])
-def test_down_and_biases_may_lie_in_other_memory_than_gate_and_up(path):
-    """As in a mapped file where its experts have another size, and with biases of their own. What
-    else lies there is spoilt.
-    """
-    experts = Experts("ggml q4_k", 256, 256, splits=True, has_bias=True)
+def test_each_part_may_lie_in_other_memory(path, kind, splits):
+    """As in a mapped file. Whatever else lies there is spoilt."""
+    experts = Experts(kind, 256, 256, splits=splits, has_bias=True)
     x_PD, starts = torch.randn(5, 256), [0, 2, 2, 4, 5]
     assert experts.fused is not None
     slots_at = [slot.data_ptr() for slot in experts.slots]
     expected = experts.fused(x_PD, starts, slots_at, path)
-    down, biases = experts.described[-1].values, experts.described_biases
-    parts = [
-        torch.zeros_like(experts.slots),
-        torch.zeros(7, experts.slots.shape[1], dtype=torch.uint8)[::2],
-        torch.zeros_like(experts.slots).flip(0),
-    ]
-    stored = [experts.described[0].values, experts.described[1].values, down, *biases]
-    for spec, part in zip(stored, [parts[0]] * 2 + [parts[1]] + [parts[2]] * 3, strict=True):
-        bytes_of = slice(spec.offset, spec.offset + spec.num_bytes)
-        part[:, bytes_of] = experts.slots[:, bytes_of]
+    apart = []
+    for part in experts.fused.parts:
+        memory = torch.full_like(experts.slots, 255)
+        bytes_of = slice(part.offset, part.offset + part.num_bytes)
+        memory[:, bytes_of] = experts.slots[:, bytes_of]
+        apart.append(memory)
+    tables = tables_of(experts.fused.parts, *apart)
     rows = experts.fused.begin(x_PD, len(x_PD), path=path)
-    addresses = [
-        Addresses(*(slot.data_ptr() for slot in slots)) for slots in zip(*parts, strict=True)
-    ]
-    rows.compute(starts[:-1], starts[1:], addresses)
-    assert torch.equal(rows.out_PD, expected)
-
-
-def test_biases_of_gate_and_up_have_to_follow_each_other():
-    experts = Experts("bf16", 160, 192, splits=True, has_bias=True)
-    gate, up, down = experts.described_biases
-    for wrong in ([up, gate, down], [gate, replace(up, offset=up.offset + 64), down], [gate, down]):
-        found = fused_experts(experts.described[:-1], experts.described[-1:], SILU, biases=wrong)
-        assert found is None
+    rows.compute(starts[:-1], starts[1:], [table.ctypes.data for table in tables])
+    assert torch.equal(rows.out_PD.to(x_PD.dtype), expected)
+    biases = experts.biases[0]
+    assert len(experts.fused.parts) == len({memory.data_ptr() for memory in apart})
+    assert len(biases) == 2 + splits
