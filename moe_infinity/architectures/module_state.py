@@ -34,6 +34,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import output_capturing
 
 from moe_infinity.kernels.cpu.convolution import DepthwiseConvolutions
+from moe_infinity.kernels.cpu.half_products import HalfProducts
 from moe_infinity.kernels.cpu.same_bytes import KeptContents
 
 HOOKS_ON_ALL = (torch_modules._global_forward_hooks, torch_modules._global_forward_pre_hooks)
@@ -209,10 +210,8 @@ def is_watched() -> bool:
 
 def _is_in_foreign_mode() -> bool:
     modes = torch.overrides._get_current_function_mode_stack()
-    ours = DepthwiseConvolutions
-    return not all(
-        isinstance(m, DeviceContext | ours) or hasattr(m, CHANGES_NOTHING) for m in modes
-    )
+    ours = DeviceContext, DepthwiseConvolutions, HalfProducts
+    return not all(isinstance(m, ours) or hasattr(m, CHANGES_NOTHING) for m in modes)
 
 
 CHANGES_NOTHING = "_moe_infinity_changes_nothing"  # an attribute of our own modes

@@ -5,6 +5,7 @@ exact=True does not use them, since their bits are not those of transformers.
     linear layers     kernels/cpu/linear.py, those that are given the same tensor together
     attention         kernels/cpu/attention.py, in layers that were not found
     convolutions      kernels/cpu/convolution.py, depthwise ones, for inputs of any length
+    other products    kernels/cpu/half_products.py, of longer inputs, in half precision
     threads           kernels have them all, torch has one; see kernels/cpu/team.py
 
 Longer inputs are computed by torch, whose attention gets keys and values once, not once for each
@@ -15,6 +16,7 @@ models, so it is wrapped once, and calls the stock function for modules of other
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import partial, wraps
 from typing import Any
 
@@ -51,9 +53,15 @@ from moe_infinity.kernels.cpu.attention import as_wide_as, attend_grouped
 from moe_infinity.kernels.cpu.convolution import DepthwiseConvolutions, has_convolution
 from moe_infinity.kernels.cpu.decoder_steps import DecoderSteps
 from moe_infinity.kernels.cpu.delta_states import SpareStates
+from moe_infinity.kernels.cpu.half_products import HalfProducts
 from moe_infinity.kernels.cpu.linear import fused_linear
 from moe_infinity.kernels.cpu.team import give_torch_all, leave_torch_one
-from moe_infinity.kernels.many_rows import MOST_TOKENS, MOST_TOKENS_UNPACKED, is_for_torch
+from moe_infinity.kernels.many_rows import (
+    MOST_TOKENS,
+    MOST_TOKENS_UNPACKED,
+    has_products_of_bfloat16,
+    is_for_torch,
+)
 from moe_infinity.layout import WORDS
 from moe_infinity.report import PathTaken
 
@@ -89,7 +97,9 @@ class SmallBatchSteps:
             try:
                 if inputs is not None and inputs.shape[:2].numel() <= MOST_TOKENS:
                     leave_torch_one()
-                return stock(*args, **kwargs)
+                    return stock(*args, **kwargs)
+                with nullcontext() if has_products_of_bfloat16() else HalfProducts():
+                    return stock(*args, **kwargs)
             finally:  # also after Ctrl-C, for which torch calls no hook
                 give_torch_all()
 
