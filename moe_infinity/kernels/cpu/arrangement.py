@@ -77,11 +77,9 @@ def arrangement_for(loop: InnerLoop, num_columns: int) -> Arrangement:
 
 @cache
 def panel_arrangement(loop: InnerLoop, num_columns: int) -> Arrangement:
-    """How x is arranged for values that are decoded to what they are: only their order counts. A
-    row has whole steps.
-    """
+    """How x is arranged for values that are decoded to what they are: only their order counts."""
     tables = tables_of(loop)
-    num_steps = num_columns // loop.num_columns
+    num_steps = -(-num_columns // loop.num_columns)
     ones = _ones(loop.num_vectors)
     return Arrangement(
         num_columns=num_columns,
@@ -93,7 +91,7 @@ def panel_arrangement(loop: InnerLoop, num_columns: int) -> Arrangement:
         factors=ones.ctypes.data,
         num_summed=0,
         sum_step=0,
-        row_bytes=4 * num_columns,
+        row_bytes=4 * num_steps * loop.num_columns,
     )
 
 

@@ -44,9 +44,9 @@ PANEL_BYTES = 4 * PANEL_COLUMNS + 64  # of a row; the rest lets rows start in di
 MOST_TOKENS = 96  # whose x stays in the second cache while a row of panels is multiplied
 
 
-def reads_panels(loop: InnerLoop, num_columns: int) -> bool:
-    """True if rows of this many columns can be cut into panels."""
-    return loop.kind not in WORDS and num_columns % loop.num_columns == 0
+def reads_panels(loop: InnerLoop) -> bool:
+    """True if rows can be cut into panels."""
+    return loop.kind not in WORDS
 
 
 def panel_tile() -> Tile:

@@ -92,7 +92,7 @@ class Product:
         function_of = row_function
         arrangements = [arrangement_for(loop, num_columns) for loop in loops]
         if in_panels:
-            if not all(reads_panels(loop, num_columns) for loop in loops):
+            if not all(reads_panels(loop) for loop in loops):
                 return None
             function_of = panel_function
             arrangements = [panel_arrangement(loop, num_columns) for loop in loops]

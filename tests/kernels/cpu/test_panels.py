@@ -125,11 +125,18 @@ def test_a_row_and_token_have_the_same_bits_in_any_panel(kind, no_bfloat16, monk
         assert torch.equal(fused(x[:num_tokens]), together[:num_tokens])
 
 
-def test_columns_that_do_not_fill_panels_are_left_to_other_kernels(no_bfloat16):
-    """Blocks of 32 that are read four at a time, and a last step that overlaps the one before."""
-    weight, wide = stored("ggml q4_0", 5, 480)
-    x = torch.randn(MANY, 480)
-    assert_product(linear_of(weight)(x), x, wide, EPS[torch.float32])
+@pytest.mark.parametrize("columns", [480, 1088, 1184])
+@pytest.mark.parametrize("kind", ["ggml q4_0", "ggml mxfp4", "ggml q8_0", "mxfp4", "int4 zeros 32"])
+def test_the_last_step_of_a_row_may_overlap_the_one_before(kind, columns, no_bfloat16):
+    """Blocks of 32 are read four at a time, and a panel has 1024 columns: of gpt-oss it is 2880. A
+    step alone in the last panel, and one beside others.
+    """
+    weight, wide = stored(kind, 5, columns)
+    fused = linear_of(weight)
+    assert fused._in_panels is not fused._few
+    for num_tokens in (MANY, 131):
+        x = torch.randn(num_tokens, columns)
+        assert_product(fused(x), x, wide, EPS[torch.float32])
 
 
 @pytest.mark.parametrize("kind", EVERY_KIND)
@@ -139,12 +146,14 @@ def test_widening_gives_the_unpacked_weight_rounded_once(kind, rows, columns):
     if columns % num_weights:
         columns = 768
     weight, wide = stored(kind, rows, columns)
-    widening = widened.Widening.of([weight.layout])
+    specs = [*weight.layout.parts.values()]
+    table = torch.tensor([weight.memory.data_ptr() + spec.offset for spec in specs])
+    widening = widened.Widening.of([weight.layout], specs)
     assert widening is not None
     pieces = widening.pieces(1 << 20)
     parts = []
     for piece in pieces:  # the memory of a thread has what was multiplied last
-        widening.multiply(piece, weight.memory.data_ptr(), torch.ones(1, columns).bfloat16())
+        widening.multiply(piece, table.data_ptr(), torch.ones(1, columns).bfloat16())
         num_rows = piece.last - piece.first
         parts.append(widened._memory(num_rows * columns).view(num_rows, columns).clone())
     found = torch.cat(parts)
