@@ -6,7 +6,7 @@ attention, runs on random tokens; so does the kernel, with every way to rotate h
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from inspect import signature
 from itertools import product
@@ -21,6 +21,7 @@ from moe_infinity.architectures.model_parts import (
     ATTENTION,
     NORM,
     RESIDUAL_NORM,
+    PackedLinear,
     attention_of,
     feed_forward,
     is_linear,
@@ -153,16 +154,23 @@ def find_attention(layer: nn.Module, rotations: Sequence[nn.Module]) -> Verdict[
     """Find how the kernel has to see a layer of the usual parts so that both give the same."""
     if not rotations:
         return FellBack("the model has no rotary embedding")
+    unpacked = {
+        name: child.packed.unpacked(torch.float32)
+        for name, child in attention_of(layer).named_children()
+        if isinstance(child, PackedLinear)
+    }
     return first_found(
-        verdict(partial(_search_attention, layer, rotation, gives_two=gives_two))
+        verdict(partial(_search_attention, layer, rotation, unpacked, gives_two=gives_two))
         for rotation in rotations
         for gives_two in (False, True)
     )
 
 
-def _search_attention(layer: nn.Module, rotation: nn.Module, *, gives_two: bool) -> Rotation:
+def _search_attention(
+    layer: nn.Module, rotation: nn.Module, unpacked: Mapping[str, Tensor], *, gives_two: bool
+) -> Rotation:
     runs = [
-        _TrialRun(layer, rotation, strength=strength, gives_two=gives_two)
+        _TrialRun(layer, rotation, unpacked, strength=strength, gives_two=gives_two)
         for strength in (1, STRONGER)
     ]
     attention: Any = layer.get_submodule(ATTENTION)
@@ -192,9 +200,20 @@ class _TrialRun:
     """A run of a layer's own code on random tokens: two of a prompt, then one more."""
 
     def __init__(
-        self, layer: nn.Module, rotation: nn.Module, *, strength: float, gives_two: bool
+        self,
+        layer: nn.Module,
+        rotation: nn.Module,
+        unpacked: Mapping[str, Tensor],
+        *,
+        strength: float,
+        gives_two: bool,
     ) -> None:
+        """`unpacked` are the weights of linear layers that would unpack them in every call."""
         trial = LayerTrial(layer, seed=1, gives_two=gives_two)
+        for name, weight in unpacked.items():
+            linear: Any = attention_of(trial.module).get_submodule(name)
+            forward = partial(nn.functional.linear, weight=weight, bias=linear.bias)
+            vars(linear)["forward"] = forward
         self._trial = trial
         self._layer = trial.module
         norm: Any = getattr(self._layer, NORM)

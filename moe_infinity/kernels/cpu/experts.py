@@ -160,8 +160,7 @@ class FusedExperts:
         rows = self.begin(inputs_PD, len(inputs_PD), path=path)
         offsets = np.array([part.offset for part in self.parts])
         tables = np.add.outer(np.array(addresses, np.int64), offsets)
-        first, step = tables.ctypes.data, tables.strides[0]
-        rows.compute(starts[:-1], starts[1:], [first + step * i for i in range(len(tables))])
+        rows.compute(starts[:-1], starts[1:], [table.ctypes.data for table in tables])
         return rows.out_PD.to(inputs_PD.dtype)
 
     def begin(

@@ -155,11 +155,11 @@ def multiply(block, table, p, stop, x, x_bytes, out, out_bytes):  # type: ignore
     """
     x += p * x_bytes + block.x_offset
     out += p * out_bytes + block.out_offset
-    first, last = block.first, block.last
+    count = stop - p
     if table == 0:
-        call_rows(block.function, first, last, x, stop - p, out, block.arguments, 0)
-    else:
-        call_rows_at(block.function, first, last, x, stop - p, out, block.arguments, table)
+        call_rows(block.function, block.first, block.last, x, count, out, block.arguments, 0)
+        return
+    call_rows_at(block.function, block.first, block.last, x, count, out, block.arguments, table)
 
 
 @njit(nogil=True)
