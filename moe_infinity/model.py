@@ -101,6 +101,7 @@ class MoE:
             loaded = self._load(on_bytes)
             self.model: Any = loaded.model
             self._startup_bytes_read = loaded.startup_bytes_read
+            self._device.speed_up_attention(self.model)
             layers = loaded.plan.layers
             early_router = EarlyRouter(self.model, layers) if self.config.early_router else None
             try:

@@ -101,6 +101,15 @@ class ComputeDevice:
 
         return Product.of([weight]) is not None
 
+    def speed_up_attention(self, model: Any) -> None:
+        """Choose other functions of attention on a CPU, if bits need not be those of transformers.
+        What memory a pass needs depends on them.
+        """
+        if self.is_cpu and not self._config.is_exact:
+            from moe_infinity.architectures.sinks import attend_with_sinks  # imports numba
+
+            attend_with_sinks(model)
+
     def small_batch_steps(
         self, model: Any, early_router: EarlyRouter | None
     ) -> SmallBatchSteps | None:

@@ -62,21 +62,27 @@ MAX_WIDTH = 16 * LANES  # of values: as many sums as a machine has registers
 
 
 def attend_grouped(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    *,
+    sinks_H: Tensor | None = None,
 ) -> Tensor | None:
     """Attend: [B, H, T, d], [B, G, N, d], [B, G, N, dv] -> [B, T, H, dv]. One query is computed by
     `attend`. Several with a mask are computed by torch, a block of one sequence at a time, because
     torch makes numbers of the whole mask that it gets. Groups of heads are sequences to it, whose
     keys all heads share; transformers copies them for each head. On machines that were tried the
-    bits are the same. None: for neither.
+    bits are the same. Sinks are numbers in the softmax that have no value. None: for neither.
     """
     num_seqs, num_heads, num_queries, _ = query.shape
-    if num_queries == 1:
+    if num_queries == 1 and sinks_H is None:
         out = attend(query, key, value, mask, scale)
         return None if out is None else out[:, None]
     if mask is None or mask.dim() != 4 or mask.shape[-1] != key.shape[2]:
         return None
-    if query.device.type != "cpu":
+    if query.device.type != "cpu" or (sinks_H is not None and mask.dtype == torch.bool):
         return None
     out = query.new_empty(num_seqs, num_queries, num_heads, value.shape[3])
     value = as_wide_as(key, value)
@@ -86,15 +92,29 @@ def attend_grouped(
         of_block = of_seq if of_seq.shape[1] == 1 else of_seq[:, start : start + QUERIES]
         of_block = of_block.unflatten(0, by_group) if len(of_block) > 1 else of_block[None]
         n = num_seen(of_block)
-        seen = functional.scaled_dot_product_attention(
+        given = (
             query[seq, :, start : start + QUERIES].unflatten(0, by_group),
             key[seq, :, None, :n].expand(-1, by_group[1], -1, -1),
             value[seq, :, None, :n].expand(-1, by_group[1], -1, -1),
-            of_block[..., :n], scale=scale,
-        )  # fmt: skip
+        )
+        if sinks_H is None:
+            seen = functional.scaled_dot_product_attention(*given, of_block[..., :n], scale=scale)
+        else:
+            seen = _with_sinks(*given, of_block, scale, sinks_H.view(by_group))
         seen = seen.flatten(0, 1)[..., : out.shape[3]]
         out[seq, start : start + QUERIES] = seen.transpose(0, 1)
     return out
+
+
+def _with_sinks(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float, sinks_GH: Tensor
+) -> Tensor:
+    """The same as torch's function with a sink for each head. The mask is added."""
+    attend_and_log = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    seen, log_sum = attend_and_log(query, key, value, attn_mask=mask.to(query.dtype), scale=scale)
+    share = torch.sigmoid(log_sum - sinks_GH.float()[..., None])[..., None]
+    found: Tensor = (seen * share).to(query.dtype)
+    return found
 
 
 def as_wide_as(key: Tensor, value: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 HALVES = (torch.bfloat16, torch.float16)
 MIN_ROWS = 16  # fewer read a weight, which takes as long in any precision
-PIECE = 16 << 20  # numbers in float32 at once, of a factor or of the result of one sequence
+PIECE = 4 << 20  # numbers in float32 at once, of a factor or of the result of one sequence
 
 
 def matmul(a: Tensor, b: Tensor) -> Tensor:
