@@ -132,6 +132,20 @@ def test_experts_whose_parts_lie_apart_have_the_bits_of_copied_ones(
 
 
 @pytest.mark.usefixtures("can_map")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_experts_that_have_down_between_gate_and_up_are_mapped(tmp_path, dtype, monkeypatch):
+    """As in files of Mixtral and MiniMax, whose weights are w1, w2 and w3."""
+    folder = build("mixtral", tmp_path / "model", dtype=dtype)
+    asked = watched_places(monkeypatch)
+    mapped, is_mapped = computed(folder)
+    assert is_mapped
+    assert all(place is not None for _, place in asked)
+    assert not computed(folder, exact=True)[1]
+    monkeypatch.setattr(expert_loader, "MIN_MAPPED_BYTES", 1 << 40)
+    assert torch.equal(mapped, computed(folder)[0])
+
+
+@pytest.mark.usefixtures("can_map")
 @pytest.mark.parametrize("is_exact", [False, True])
 @pytest.mark.parametrize("name", ["gpt_oss", "llama4_text"])
 def test_experts_whose_rows_have_another_order_have_the_bits_of_copied_ones(

@@ -20,9 +20,10 @@ from __future__ import annotations
 
 import struct
 import zipfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import pairwise
 from math import prod
 from pathlib import Path
 from pickle import UnpicklingError
@@ -67,6 +68,11 @@ class Extent:
         size = self.num_bytes // count
         assert size * count == self.num_bytes, (self, count)
         return Extent(self.file, self.offset + index * size, size)
+
+
+def are_neighbours(extents: Sequence[Extent]) -> bool:
+    """True if each begins where the one before it ends."""
+    return all((a.file, a.end) == (b.file, b.offset) for a, b in pairwise(extents))
 
 
 @dataclass(frozen=True, slots=True)

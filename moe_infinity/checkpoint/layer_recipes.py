@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from moe_infinity.checkpoint.files import BLOCK_BYTES, Copy, in_whole_blocks
-from moe_infinity.checkpoint.headers import Extent
+from moe_infinity.checkpoint.headers import Extent, are_neighbours
 from moe_infinity.checkpoint.reader import Reader
 from moe_infinity.checkpoint.recipe import Recipe, Shapes
 from moe_infinity.experts import ExpertLayout, MappedExpert, ParamSpec
@@ -145,7 +144,7 @@ class LayerRecipes:
             extents = [extent for extent, _ in copies]
             by_part = [[extent] for extent in extents] if recipe.is_in_parts else [extents]
             for spec, own in zip(recipe.stored, by_part, strict=True):
-                if any((a.file, a.end) != (b.file, b.offset) for a, b in pairwise(own)):
+                if not are_neighbours(own):
                     return None
                 found[spec.name] = Extent(own[0].file, own[0].offset, spec.num_bytes)
         return found

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from moe_infinity.checkpoint.files import Copy, Piece
-from moe_infinity.checkpoint.headers import Extent, StoredTensor
+from moe_infinity.checkpoint.headers import Extent, StoredTensor, are_neighbours
 from moe_infinity.checkpoint.packing import PackedTensor
 from moe_infinity.checkpoint.reader import Reader
 from moe_infinity.errors import CheckpointError
@@ -119,13 +119,13 @@ class Recipe:
         return self.is_packed or self.is_split
 
     def split(self) -> None:
-        """Let a slot hold the weights one by one, if the parameter is weights of all experts one
-        below the other: so they may lie there as far from each other as in their file.
+        """Let a slot hold the weights one by one, if the parameter is these one below the other,
+        and files have them apart: so they may be used there.
         """
         shapes = [shape for s in self.sources for shape, _ in s.stored_shapes().values()]
-        is_stacked = all(source.num_parts and not source.packed for source in self.sources)
+        is_plain = not any(source.packed for source in self.sources)
         is_in_rows = self.only_concatenates and all(len(shape) == 2 for shape in shapes)
-        self.is_split = is_stacked and is_in_rows and len(shapes) > 1
+        self.is_split = is_plain and is_in_rows and not are_neighbours(self.extents(0))
 
     def kind(self) -> tuple[Any, ...]:
         """A key of recipes that behave alike, so that one trial answers for all of them."""
