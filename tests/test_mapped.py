@@ -111,9 +111,7 @@ def test_an_expert_in_two_files_is_copied(sharded_checkpoint, monkeypatch):
 def test_experts_whose_parts_lie_apart_have_the_bits_of_copied_ones(
     tmp_path, is_exact, monkeypatch
 ):
-    """Of the mix down has another type than gate and up in some layers. Exact are products with
-    gate and up in one matrix, which are two in the file.
-    """
+    """Exact are products with gate and up in one matrix, which are two in the file."""
     folder = build("qwen3_moe", tmp_path / "model", **WIDE)
     asked = watched_places(monkeypatch)
     plain = set() if is_exact else {0, 1}
@@ -139,7 +137,7 @@ def test_experts_that_have_down_between_gate_and_up_are_mapped(tmp_path, dtype, 
     asked = watched_places(monkeypatch)
     mapped, is_mapped = computed(folder)
     assert is_mapped
-    assert all(place is not None for _, place in asked)
+    assert None not in [place for _, place in asked]
     assert not computed(folder, exact=True)[1]
     monkeypatch.setattr(expert_loader, "MIN_MAPPED_BYTES", 1 << 40)
     assert torch.equal(mapped, computed(folder)[0])
@@ -163,8 +161,6 @@ def test_experts_whose_rows_have_another_order_have_the_bits_of_copied_ones(
     copied, is_mapped = computed(file, exact=is_exact)
     assert not is_mapped
     assert torch.equal(mapped, copied)
-    with MoE(file, exact=is_exact) as moe:
-        assert is_exact or "read by kernels" in moe.report().experts
 
 
 def test_experts_that_do_not_all_fit_or_are_packed_on_load_are_copied(tiny_checkpoint):

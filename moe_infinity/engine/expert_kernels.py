@@ -94,8 +94,9 @@ def _two_products(layer: ExpertsModule, recipes: LayerRecipes) -> Verdict[_TwoPr
     is_transposed = bool(layer.is_transposed)
     up, down = (_matrices(filled_by[name], is_transposed=is_transposed) for name in names)
     of_biases = [filled_by[name] for name in bias_names]
-    biases = [bias for recipe in of_biases if not recipe.is_packed for bias in recipe.stored]
-    if up is None or down is None or len(biases) not in (0, len(up) + len(down)):
+    biases = [bias for recipe in of_biases for bias in recipe.stored]
+    is_packed = any(recipe.is_packed for recipe in of_biases)
+    if up is None or down is None or is_packed or len(biases) not in (0, len(up) + len(down)):
         return FellBack("kernels do not read its weights as they lie in a slot")
     function, is_interleaved = activation.path
     orders = {filled_by[name].alternates for name in names[:1] + bias_names[:1]}
