@@ -39,11 +39,14 @@ def all_files_are_large(monkeypatch):
     monkeypatch.setattr(linux, "is_cached", lambda *where: False)
 
 
-@pytest.fixture(scope="module", params=["safetensors", "q8_0", "bf16"])
+@pytest.fixture(scope="module", params=["safetensors", "w1, w2, w3", "q8_0", "bf16"])
 def model(request, tmp_path_factory) -> Path:
-    """With experts of whole blocks: in a folder each is in one piece, in a GGUF file in three."""
-    folder = build("qwen3_moe", tmp_path_factory.mktemp(request.param) / "model", **WIDE)
-    if request.param == "safetensors":
+    """With experts of whole blocks: in a folder each is in one piece, or in three that are named
+    so, of which the second is down; in a GGUF file in three.
+    """
+    name = "mixtral" if request.param == "w1, w2, w3" else "qwen3_moe"
+    folder = build(name, tmp_path_factory.mktemp("blocks") / "model", **WIDE)
+    if request.param in ("safetensors", "w1, w2, w3"):
         return folder
     file = folder.with_suffix(".gguf")
     convert(folder, file, request.param)
@@ -111,15 +114,7 @@ def test_experts_that_differ_in_where_they_begin_stay_as_they_are(tiny_checkpoin
     with MoE(tiny_checkpoint, host_memory="50%", **ON_DEMAND) as moe:
         for recipes in moe.engine.loader.recipes:
             assert recipes.reads(1) == recipes.copies(1)
-
-
-def test_slots_take_no_more_memory_where_parts_stay_as_they_are(tmp_path, monkeypatch):
-    """Gate and up of one parameter lie apart in files of Mixtral."""
-    monkeypatch.setattr(layer_recipes, "MOST_WITH_GAPS", ALWAYS)
-    with MoE(build("mixtral", tmp_path / "model", **WIDE), host_memory="50%", **ON_DEMAND) as moe:
-        recipes = moe.engine.loader.recipes
-        plain = max(own.layout.slot_bytes for own in recipes)
-        assert all(own.reads(1) == own.copies(1) for own in recipes)
+        plain = max(recipes.layout.slot_bytes for recipes in moe.engine.loader.recipes)
         assert moe.engine.tiers[0].slots.slot_bytes == plain + -plain % BLOCK_BYTES
 
 
