@@ -43,7 +43,7 @@ from moe_infinity.kernels.cpu.decoder_steps import Attended, Cached, DecoderStep
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 HEAD_NORMS = ("q_norm", "k_norm")
-SINKS = "sinks"
+SINKS = "sinks"  # of attention; None in a layer that has none
 EPS = ("variance_epsilon", "eps")  # names of what a norm adds to the mean
 STRONGER = 8  # the norm in a second trial, so that what limits large numbers is seen
 

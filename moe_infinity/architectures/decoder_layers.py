@@ -286,7 +286,7 @@ class _Answer(NamedTuple):
     cache_layer: Any
     cached: Cached | States
     mark: Tensor  # of the cache layer, to which a token is added
-    has_mask: bool
+    has_mask: bool  # True if it hides a token
     out: Tensor
     top_k_index_BK: Ints
 
@@ -315,15 +315,22 @@ class LayersAhead:
         if answer is None:
             return None
         layer = self._layers[number]
-        is_same = kwargs.keys() == answer.kwargs.keys()
-        others = {n for n in kwargs if not is_same or kwargs[n] is not answer.kwargs[n]}
-        if others == {MASK} and not answer.has_mask and hides_nothing(kwargs[MASK]):
-            others = set() if layer.cache.fits(answer.cache_layer, x, kwargs[MASK]) else others
-        if others or not is_same:
+        if not self._is_for(answer, layer, x, kwargs):
             layer.note_other_arguments(x)
             return None
         mark = layer.cache.mark(answer.cache_layer)
         return self._enter(number, answer) if answer.mark is mark else None
+
+    @staticmethod
+    def _is_for(answer: _Answer, layer: DecoderLayer, x: Tensor, kwargs: dict[str, Any]) -> bool:
+        """True for keyword arguments with which the layer would give this answer."""
+        if kwargs.keys() != answer.kwargs.keys():
+            return False
+        others = [name for name in kwargs if kwargs[name] is not answer.kwargs[name]]
+        if others != [MASK]:
+            return not others
+        fits: bool = layer.cache.fits(answer.cache_layer, x, kwargs[MASK])
+        return fits and not answer.has_mask and hides_nothing(kwargs[MASK])
 
     def run(self, number: int, x: Tensor, kwargs: dict[str, Any]) -> Tensor | None:
         """Return the output of layer `number`, and compute all that follow as far as possible. None

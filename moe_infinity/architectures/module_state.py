@@ -18,6 +18,7 @@ anything differs, the module's own code runs.
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from itertools import chain
@@ -212,6 +213,13 @@ def _is_in_foreign_mode() -> bool:
     modes = torch.overrides._get_current_function_mode_stack()
     ours = DeviceContext, DepthwiseConvolutions, HalfProducts
     return not all(isinstance(m, ours) or hasattr(m, CHANGES_NOTHING) for m in modes)
+
+
+def eager_attention_of(module: nn.Module) -> Any:
+    """Return the function, beside the class of an attention, that computes it step by step; None if
+    there is none. Whoever replaces it replaces what the module computes.
+    """
+    return vars(sys.modules[type(module).__module__]).get("eager_attention_forward")
 
 
 CHANGES_NOTHING = "_moe_infinity_changes_nothing"  # an attribute of our own modes

@@ -10,9 +10,8 @@ give the same get an attention function of this name, as transformers lets anyon
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
 from functools import partial
+from inspect import signature
 from typing import Any
 
 import torch
@@ -21,14 +20,16 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.utils import output_capturing
 
-from moe_infinity.architectures.module_state import is_watched
+from moe_infinity.architectures.attention_search import SINKS
+from moe_infinity.architectures.module_state import eager_attention_of, is_watched
 from moe_infinity.architectures.trial import Differs, Found, is_close, verdict
 from moe_infinity.kernels.cpu.attention import attend_grouped
 
 NAME = "moe_infinity_sinks"
-SINKS = "sinks"  # the attribute of attention that has them; None: this layer has none
 EAGER = "eager"
-MARK = "_moe_infinity_attends_with_sinks"  # set on the modules whose class has passed a trial
+# An attribute of the modules whose class has passed a trial: the function it was compared with.
+TRIED_WITH = "_moe_infinity_tried_with"
+KNOWN = {"module", "query", "key", "value", "attention_mask", "scaling", "dropout", "kwargs"}
 
 
 def attend_with_sinks(model: nn.Module) -> None:
@@ -39,20 +40,12 @@ def attend_with_sinks(model: nn.Module) -> None:
     modules = [m for m in modules if m.config._attn_implementation == EAGER]
     tried = {type(m): m for m in modules if getattr(m, SINKS) is not None}
     passed = {kind for kind, m in tried.items() if isinstance(verdict(partial(_try, m)), Found)}
-    if NAME not in ALL_MASK_ATTENTION_FUNCTIONS:
-        AttentionInterface.register(NAME, _attend)
-        AttentionMaskInterface.register(NAME, ALL_MASK_ATTENTION_FUNCTIONS[EAGER])
     for module in modules:
         if type(module) in passed:
-            vars(module)[MARK] = True
+            AttentionInterface.register(NAME, _attend)
+            AttentionMaskInterface.register(NAME, ALL_MASK_ATTENTION_FUNCTIONS[EAGER])
+            vars(module)[TRIED_WITH] = eager_attention_of(module)
             module.config._attn_implementation = NAME
-
-
-def _eager_of(module: nn.Module) -> Callable[..., tuple[Tensor, Tensor | None]]:
-    """Return what transformers computes the attention of a module with."""
-    namespace = vars(sys.modules[type(module).__module__])
-    eager: Callable[..., tuple[Tensor, Tensor | None]] = namespace["eager_attention_forward"]
-    return eager
 
 
 def _attend(
@@ -67,17 +60,23 @@ def _attend(
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """[B, H, T, d], [B, G, N, d], [B, G, N, dv] -> [B, T, H, dv]."""
-    is_ours = MARK in vars(module) and not torch.is_grad_enabled() and not is_watched()
+    eager = eager_attention_of(module)
+    is_ours = vars(module).get(TRIED_WITH) is eager
+    is_ours = is_ours and not torch.is_grad_enabled() and not is_watched()
     if is_ours and not dropout and not output_capturing._active_collector.get():
         out = attend_grouped(query, key, value, attention_mask, scaling, sinks_H=s_aux)
         if out is not None:
             return out, None
     options = {"scaling": scaling, "dropout": dropout, "s_aux": s_aux}
-    return _eager_of(module)(module, query, key, value, attention_mask, **options, **kwargs)
+    out, weights = eager(module, query, key, value, attention_mask, **options, **kwargs)
+    return out, weights
 
 
 def _try(module: Any) -> None:
     """Compare both on random numbers. Raises Differs."""
+    eager = eager_attention_of(module)
+    if more := signature(eager).parameters.keys() - KNOWN:
+        raise Differs(f"its attention takes {', '.join(sorted(more))}, too")
     generator = torch.Generator().manual_seed(0)
     sinks_H = module.sinks.detach()
     num_heads = len(sinks_H)
@@ -90,7 +89,7 @@ def _try(module: Any) -> None:
     tensors = random(*shapes[0]), random(*shapes[1]), random(*shapes[1])
     mask = torch.zeros(1, 1, 5, 9, dtype=torch.float32, device="cpu")
     mask[..., 3:].fill_(torch.finfo(torch.float32).min).triu_(2)
-    wanted, _ = _eager_of(module)(module, *tensors, mask, scaling=0.3, dropout=0.0, s_aux=sinks_H)
+    wanted, _ = eager(module, *tensors, mask, scaling=0.3, dropout=0.0, s_aux=sinks_H)
     found = attend_grouped(*tensors, mask, 0.3, sinks_H=sinks_H)
     if found is None or not is_close(found, wanted):
         raise Differs("attention with sinks gives other numbers")

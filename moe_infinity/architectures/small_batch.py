@@ -98,7 +98,8 @@ class SmallBatchSteps:
                 if inputs is not None and inputs.shape[:2].numel() <= MOST_TOKENS:
                     leave_torch_one()
                     return stock(*args, **kwargs)
-                with nullcontext() if has_products_of_bfloat16() else HalfProducts():
+                is_fast = has_products_of_bfloat16() or is_watched()
+                with nullcontext() if is_fast else HalfProducts():
                     return stock(*args, **kwargs)
             finally:  # also after Ctrl-C, for which torch calls no hook
                 give_torch_all()

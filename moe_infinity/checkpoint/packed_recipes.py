@@ -36,7 +36,7 @@ def order_of(recipe: Recipe, *, is_transposed: bool) -> Order | None:
         return None
     patterns, values = recipe.tried()
     (value,) = values.values()
-    found_RC = value[0].t() if is_transposed else value[0]
+    found_RC = (value[0].t() if is_transposed else value[0]).contiguous()
     stored_RC = torch.cat([pattern[0] for pattern in patterns])
     num_rows = len(stored_RC)
     orders = [torch.arange(num_rows, device="cpu")]

@@ -7,7 +7,6 @@ what it hands to attention is compared with what the kernels would hand over.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -21,6 +20,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 
 from moe_infinity.architectures.attention_inputs import CACHE_NAMES, Angles, cache_in
 from moe_infinity.architectures.model_parts import rotations_of
+from moe_infinity.architectures.module_state import eager_attention_of
 from moe_infinity.architectures.trial import (
     Differs,
     Found,
@@ -48,7 +48,6 @@ STRENGTHS = (1, 8)  # of numbers in a trial: what limits large ones is seen
 SETTINGS = ("scaling", "sliding_window", "s_aux", "softcap")  # what a module may tell attention
 # Arguments of a module that it does not hand on.
 OF_MODULE = ("position_embeddings", "attention_mask", *CACHE_NAMES)
-EAGER = "eager_attention_forward"  # beside the class of a module
 
 MakeHeads = Callable[..., tuple[Tensor, Tensor]]
 
@@ -121,7 +120,7 @@ class FusedAttention:
         self._kernels = kernels
         self.products = _products_of(module, path.heads)
         self._angles = angles
-        self._eager = vars(sys.modules[type(module).__module__]).get(EAGER)
+        self._eager = eager_attention_of(module)
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Compute as the stock method does."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,7 @@ def test_gradients_weights_of_attention_and_exact_come_from_the_models_own_code(
 def test_a_class_that_attends_in_another_way_keeps_its_own_code(tmp_path, attended, monkeypatch):
     stock = modeling_gpt_oss.eager_attention_forward
 
+    @wraps(stock)
     def other(*args: Any, **kwargs: Any) -> Any:
         out, weights = stock(*args, **kwargs)
         return 2 * out, weights
@@ -102,6 +104,34 @@ def test_a_class_that_attends_in_another_way_keeps_its_own_code(tmp_path, attend
     with MoE(saved("GptOss", tmp_path)) as moe, torch.no_grad():
         attended.clear()
         moe.model(PROMPT)
+        assert moe.model.config._attn_implementation == "eager"
+    assert attended == []
+
+
+def test_a_function_that_was_replaced_later_is_called(tmp_path, attended, monkeypatch):
+    stock = modeling_gpt_oss.eager_attention_forward
+    with MoE(saved("GptOss", tmp_path)) as moe, torch.no_grad():
+        expected = moe.model(PROMPT).logits
+        attended.clear()
+        seen = []
+
+        def other(*args: Any, **kwargs: Any) -> Any:
+            seen.append(kwargs["scaling"])
+            return stock(*args, **kwargs)
+
+        monkeypatch.setattr(modeling_gpt_oss, "eager_attention_forward", other)
+        assert_close(moe.model(PROMPT).logits, expected)
+    assert (len(seen), attended) == (3, [])
+
+
+def test_a_class_whose_attention_takes_more_keeps_its_own_code(tmp_path, attended, monkeypatch):
+    stock = modeling_gpt_oss.eager_attention_forward
+
+    def other(module, query, key, value, attention_mask, scaling, softcap=None, **kwargs):
+        return stock(module, query, key, value, attention_mask, scaling, **kwargs)
+
+    monkeypatch.setattr(modeling_gpt_oss, "eager_attention_forward", other)
+    with MoE(saved("GptOss", tmp_path)) as moe:
         assert moe.model.config._attn_implementation == "eager"
     assert attended == []
 

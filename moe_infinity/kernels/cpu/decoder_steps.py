@@ -41,13 +41,7 @@ from moe_infinity.kernels.cpu.routed import (
 from moe_infinity.kernels.cpu.steps import KernelArguments
 from moe_infinity.kernels.cpu.team import LINE, num_threads
 from moe_infinity.kernels.cpu.vectors import LANES
-from moe_infinity.kernels.cpu.work import (
-    BIASES,
-    JOB_AT,
-    OF_EXPERTS,
-    KernelJob,
-    experts,
-)
+from moe_infinity.kernels.cpu.work import BIASES, JOB_AT, OF_EXPERTS, KernelJob, experts
 from moe_infinity.kernels.residents import Residents
 from moe_infinity.system.machine import yield_address
 

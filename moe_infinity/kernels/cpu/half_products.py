@@ -1,7 +1,7 @@
 """Products of matrices in half precision on processors that have no instructions for them, where
 torch takes 5 to 20 times as long as in float32 (Zen 3, 64 heads of 512 x 64 by 64 x 512 in
-bfloat16: 490 to 1,790 ms and 91). Attention that is no function of torch's, as with sinks, computes
-by them, and so do towers of images.
+bfloat16: 490 to 1,790 ms and 91). Attention that transformers computes step by step needs them, and
+so do routers.
 
 Each result is summed in float32 and rounded once, in pieces of bounded memory.
 
@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 HALVES = (torch.bfloat16, torch.float16)
 MIN_ROWS = 16  # fewer read a weight, which takes as long in any precision
-PIECE = 4 << 20  # numbers in float32 at once, of a factor or of the result of one sequence
+PIECE = 4 << 20  # float32 numbers at once, of one sequence: of a factor or of the result
 
 
 def matmul(a: Tensor, b: Tensor) -> Tensor:
@@ -60,9 +60,7 @@ class HalfProducts(TorchFunctionMode):
 
 
 def _are_slow(args: tuple[Any, ...]) -> bool:
-    """True for factors that are matrices in half precision, which kernels of torch's are not made
-    for.
-    """
+    """True for two matrices, or batches of them, in half precision."""
     a, b = args[:2] if len(args) > 1 else (None, None)
     return (
         isinstance(a, Tensor)
