@@ -190,7 +190,8 @@ def test_modes_of_torch_reach_every_step(models):
 
 
 def test_autocast_reaches_every_step(tmp_path):
-    folder = saved("Mixtral", tmp_path)
+    """To the last bit: gate and up of gpt-oss are one tensor, multiplied at once by every path."""
+    folder = saved("GptOss", tmp_path)
     found = []
     for options in ({"exact": True}, {"host_memory": "50%"}, {}):
         with MoE(folder, **options) as moe, torch.autocast("cpu", torch.bfloat16):
