@@ -34,7 +34,7 @@ GROUP_SIZE = 32  # columns of int4 that share a scale; `moe-infinity pack` has t
 class PackedDense:
     """The packed weight of one linear layer, still on disk."""
 
-    linear: str  # name of the module
+    name: str  # of the module
     layout: WeightLayout
     parts: tuple[tuple[StoredTensor, int], ...]  # and where each begins in memory
     num_bytes: int
@@ -48,8 +48,8 @@ class PackedDense:
             reader.read_into(tensor.extent, part.numpy().data)
             if tensor.undo is not None:
                 part[:] = tensor.undo(part.view(tensor.shape)).flatten()
-        owner, _, name = self.linear.rpartition(".")
-        linear: Any = model.get_submodule(self.linear)
+        owner, _, name = self.name.rpartition(".")
+        linear: Any = model.get_submodule(self.name)
         packed: Any = PackedLinear(linear, PackedWeight(self.layout, memory), linear.weight.dtype)
         if self.moved is not None:
             columns = torch.arange(linear.in_features, device="cpu")[None]
@@ -77,26 +77,32 @@ def find_packed_dense(
 def modules_as_stored(
     model: Any, plan: Plan, rules: list[Any]
 ) -> Iterator[tuple[str, nn.Module, StoredTensor | PackedTensor, Undo | None]]:
-    """Yield the linear layers and embeddings, of a model on the meta device, whose weight is no
-    other module's, and which the checkpoint has as it is, under its own name. At most its columns
-    have another order, which the last undoes.
+    """Yield the linear layers and embeddings, of a model on the meta device, whose weight the
+    checkpoint has as it is, under its own name or that of the weight it is tied to. At most its
+    columns have another order, which the last undoes.
     """
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
     meta = model.state_dict()
     prefix = model.base_model_prefix
-    tied = {name for pair in model.all_tied_weights_keys.items() for name in pair}
     for name, module in model.named_modules():
         param = f"{name}.weight"
-        weight = plan.dense.get(param)
-        if weight is None or not isinstance(module, nn.Linear | nn.Embedding) or param in tied:
+        source = source_of(param, model)
+        weight = plan.dense.get(source)
+        if weight is None or not isinstance(module, nn.Linear | nn.Embedding):
             continue
-        if weight.shape != module.weight.shape:
+        if weight.shape != module.weight.shape or (source != param and param in plan.dense):
             continue
-        renamed, pattern = rename_source_key(param, renamings, converters, prefix, meta)
+        renamed, pattern = rename_source_key(source, renamings, converters, prefix, meta)
         moved = None if pattern is None else _moved_columns(pattern, converters)
-        if renamed == param and (pattern is None or moved is not None):
+        if renamed == source and (pattern is None or moved is not None):
             yield name, module, weight, moved
+
+
+def source_of(param: str, model: Any) -> str:
+    """Return the name of the parameter that this one is tied to; its own if it is tied to none."""
+    source: str = model.all_tied_weights_keys.get(param, param)
+    return source
 
 
 def _moved_columns(pattern: str, converters: list[WeightConverter]) -> Undo | None:
@@ -107,12 +113,12 @@ def _moved_columns(pattern: str, converters: list[WeightConverter]) -> Undo | No
     return moves[0] if len(operations) == len(moves) == 1 else None
 
 
-def _packed_dense(linear: str, weight: PackedTensor, moved: Undo | None) -> PackedDense:
+def _packed_dense(name: str, weight: PackedTensor, moved: Undo | None) -> PackedDense:
     shapes = {role: (tensor.shape, tensor.dtype) for role, tensor in weight.parts}
     layout = ExpertLayout.of(shapes)
     specs = {spec.name: spec for spec in layout.params}
     return PackedDense(
-        linear,
+        name,
         weight.format.layout_of(specs, is_transposed=False),
         tuple((tensor, specs[role].offset) for role, tensor in weight.parts),
         layout.slot_bytes,

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from moe_infinity.architectures.stored_embedding import StoredEmbedding
 from moe_infinity.checkpoint.headers import Extent, StoredTensor
-from moe_infinity.checkpoint.packed_plan import modules_as_stored
+from moe_infinity.checkpoint.packed_plan import PackedDense, modules_as_stored, source_of
 from moe_infinity.checkpoint.packing import PackedTensor
 from moe_infinity.checkpoint.plan import Plan
 from moe_infinity.checkpoint.reader import Reader
@@ -126,9 +126,9 @@ class Lookup:
 
 
 def find_lookups(model: Any, plan: Plan, rules: list[Any], *, least_bytes: int) -> list[Lookup]:
-    """The embeddings, of a model on the meta device, whose tables can stay in the files: nothing
-    else uses the weight, and the checkpoint has it row by row. Packed tables of LEAST_PACKED_BYTES
-    and plain ones of `least_bytes` are worth it.
+    """The embeddings, of a model on the meta device, whose tables can stay in the files: the
+    checkpoint has them row by row. Packed tables of LEAST_PACKED_BYTES and plain ones of
+    `least_bytes` are worth it.
     """
     found = []
     for name, module, weight, moved in modules_as_stored(model, plan, rules):
@@ -138,6 +138,23 @@ def find_lookups(model: Any, plan: Plan, rules: list[Any], *, least_bytes: int) 
         if moved is None and _has_rows(weight) and StoredEmbedding.can_take_over(module):
             found.append(Lookup(name, weight, module.weight.dtype))
     return found
+
+
+def without_others(
+    model: Any, packed: list[PackedDense], lookups: list[Lookup]
+) -> tuple[list[PackedDense], list[Lookup]]:
+    """Both without those whose weight is tied to that of a module which is in neither: of a tied
+    table, the embedding looks up rows in the file only if the last layer keeps the table packed.
+    """
+    names = [each.name for each in packed] + [each.name for each in lookups]
+    taken = {f"{name}.weight" for name in names}
+    tied = model.all_tied_weights_keys.items()
+    shared = {source for target, source in tied if not taken.issuperset((target, source))}
+
+    def is_own(each: PackedDense | Lookup) -> bool:
+        return source_of(f"{each.name}.weight", model) not in shared
+
+    return list(filter(is_own, packed)), list(filter(is_own, lookups))
 
 
 def _has_rows(weight: StoredTensor | PackedTensor) -> bool:

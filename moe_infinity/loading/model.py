@@ -34,11 +34,11 @@ from moe_infinity.architectures.adapters import ExpertsModule
 from moe_infinity.checkpoint.config_limits import as_meant
 from moe_infinity.checkpoint.file_names import checkpoint_files
 from moe_infinity.checkpoint.headers import STORED_NAMES, StoredTensor, read_headers
-from moe_infinity.checkpoint.packed_plan import PackedDense, find_packed_dense
+from moe_infinity.checkpoint.packed_plan import PackedDense, find_packed_dense, source_of
 from moe_infinity.checkpoint.packing import PackedTensor
 from moe_infinity.checkpoint.plan import Contents, Plan, contents_of, plan_experts, stored_bytes
 from moe_infinity.checkpoint.reader import Reader
-from moe_infinity.checkpoint.row_tables import Lookup, find_lookups
+from moe_infinity.checkpoint.row_tables import Lookup, find_lookups, without_others
 from moe_infinity.errors import CheckpointError
 from moe_infinity.gguf.names import weights_of
 from moe_infinity.kernels import uint8_memory
@@ -264,23 +264,26 @@ class _LoadHook:
         the model.
         """
         plan = plan_experts(model, contents)
-        self.packed = find_packed_dense(model, plan, contents.rules, self._reads_packed)
+        packed = find_packed_dense(model, plan, contents.rules, self._reads_packed)
+        lookups = []
         if self._least_table_bytes is not None:
             least = self._least_table_bytes
-            self.lookups = find_lookups(model, plan, contents.rules, least_bytes=least)
+            lookups = find_lookups(model, plan, contents.rules, least_bytes=least)
+        self.packed, self.lookups = without_others(model, packed, lookups)
         for layer in plan.layers:
             _take_out_experts(model, layer)
-        later = {f"{dense.linear}.weight" for dense in self.packed}
-        for name in later | {f"{lookup.name}.weight" for lookup in self.lookups}:
+        read_by_layers = {source_of(f"{dense.name}.weight", model) for dense in self.packed}
+        looked_up = {f"{lookup.name}.weight" for lookup in self.lookups}
+        for name in looked_up | {f"{dense.name}.weight" for dense in self.packed}:
             _take_out(model, name)
-        for lookup in self.lookups:
-            del plan.dense[f"{lookup.name}.weight"]
+        for name in looked_up - read_by_layers:
+            del plan.dense[name]
         dense_bytes = sum(param.nbytes for param in model.parameters())
         self.plan = self._prepare(plan, dense_bytes + sum(one.num_bytes for one in self.packed))
         return {
             name: StoredSlice(weight, self._reader, dtype, self.note_read)
             for name, weight in self.plan.dense.items()
-            if name not in later
+            if name not in read_by_layers
         }
 
 
@@ -368,7 +371,8 @@ def plan_from_headers(
         raise _unbuildable(checkpoint, error) from error
     contents = _contents(kind, files, model, get_model_conversion_mapping(model))
     plan = plan_experts(model, contents)
-    lookups = find_lookups(model, plan, contents.rules, least_bytes=sys.maxsize)
+    found = find_lookups(model, plan, contents.rules, least_bytes=sys.maxsize)
+    _, lookups = without_others(model, [], found)
     plan.row_bytes = stored_bytes(lookup.weight for lookup in lookups)
     return plan
 
@@ -376,11 +380,13 @@ def plan_from_headers(
 def _take_out_experts(model: Any, layer: ExpertsModule) -> None:
     for path in layer.paths:
         _take_out(model, f"{layer.name}.{path}")
-        model.all_tied_weights_keys.pop(f"{layer.name}.{path}", None)  # the plan has seen to it
 
 
 def _take_out(model: Any, param_name: str) -> None:
-    """Remove a parameter; a meta tensor of its name stays, which transformers' init may touch."""
+    """Remove a parameter; a meta tensor of its name stays, which transformers' init may touch. It
+    is tied to no other any more.
+    """
+    model.all_tied_weights_keys.pop(param_name, None)
     owner_name, _, name = param_name.rpartition(".")
     owner = model.get_submodule(owner_name)
     param = owner._parameters.pop(name)

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from moe_infinity import MoE
+from moe_infinity.architectures.model_parts import PackedLinear
 from moe_infinity.architectures.stored_embedding import StoredEmbedding
 from moe_infinity.checkpoint import row_tables
 from moe_infinity.engine import device
@@ -74,6 +75,46 @@ def test_packed_rows_of_a_gguf_file(kind, tmp_path, looked_up, monkeypatch):
     with MoE(file, dtype="float32") as moe:
         assert not isinstance(moe.model.get_input_embeddings(), StoredEmbedding)
         assert torch.equal(logits(moe), found)
+
+
+@pytest.mark.arithmetic
+@pytest.mark.parametrize("name", ["qwen3_moe", "gemma4_text", "lfm2_moe"])
+def test_a_packed_table_that_the_last_layer_multiplies_with(name, tmp_path, looked_up, monkeypatch):
+    """It stays packed in memory for the layer, and in its file for the embedding."""
+    file = tmp_path / "model.gguf"
+    wide = WIDE | {"tie_word_embeddings": True}
+    convert(build(name, tmp_path / "checkpoint", **wide), file, "q8_0")
+    monkeypatch.setattr(row_tables, "LEAST_PACKED_BYTES", 1 << 60)
+    with MoE(file, dtype="float32") as moe:
+        expected = logits(moe)
+        tokens = moe.generate(input_ids=IDS, max_new_tokens=6)
+        head = moe.model.get_output_embeddings()
+        assert head.weight is moe.model.get_input_embeddings().weight
+        whole = head.weight.clone()
+        table_bytes = whole.nbytes
+        plain_bytes = moe.report().dense_types["float32"]
+    monkeypatch.setattr(row_tables, "LEAST_PACKED_BYTES", 0)
+    with MoE(file, dtype="float32") as moe:
+        head = moe.model.get_output_embeddings()
+        assert isinstance(head, PackedLinear)
+        assert isinstance(moe.model.get_input_embeddings(), StoredEmbedding)
+        assert torch.equal(head.weight.clone(), whole)
+        assert torch.equal(moe.model.get_input_embeddings().weight.clone(), whole)
+        assert moe.report().dense_types["float32"] == plain_bytes - table_bytes
+        assert (logits(moe) - expected).abs().max() < 2e-5 * expected.abs().max()
+        assert torch.equal(moe.generate(input_ids=IDS, max_new_tokens=6), tokens)
+    with MoE(file, dtype="float32", exact=True) as moe:  # multiplies with the weight unpacked
+        assert moe.model.get_output_embeddings().weight is moe.model.get_input_embeddings().weight
+        assert not isinstance(moe.model.get_input_embeddings(), StoredEmbedding)
+
+
+def test_progress_counts_a_tied_table_once(tmp_path, looked_up):
+    file = tmp_path / "model.gguf"
+    wide = WIDE | {"tie_word_embeddings": True}
+    convert(build("qwen3_moe", tmp_path / "checkpoint", **wide), file, "q8_0")
+    seen: list[tuple[int, int]] = []
+    with MoE(file, on_bytes=lambda *now: seen.append(now)):
+        assert max(seen) == (seen[0][1], seen[0][1])
 
 
 @pytest.mark.parametrize("kind", ["q8_0", "f16"])
