@@ -31,6 +31,13 @@ YARN = {
 # Tests by name of the model and number of the settings.
 SETTINGS: dict[str, list[dict[str, Any]]] = {
     "afmoe": [{"num_dense_layers": 2, "num_hidden_layers": 8, "layer_types": None}],
+    "cohere2_moe": [
+        {"expert_selection_fn": "sigmoid", "norm_topk_prob": False, "num_shared_experts": 2,
+         "prefix_dense_intermediate_size": 160, "logit_scale": 0.5, "tie_word_embeddings": False,
+         "mlp_layer_types": ["dense"] + ["sparse"] * 3,
+         "layer_types": ["sliding_attention"] * 3 + ["full_attention"]},
+        {"rms_norm_eps": 1e-3},
+    ],
     "deepseek_v2": [
         {"q_lora_rank": None, "first_k_dense_replace": 1, "num_hidden_layers": 27,
          "rope_parameters": YARN | {"mscale": 0.707, "mscale_all_dim": 0.707}},
@@ -49,6 +56,10 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
         {"attention_bias": True, "use_qk_norm": True, "routed_scaling_factor": 2.5,
          "n_shared_experts": 2},
     ],
+    "glm5_next": [
+        {"linear_lower_bound": None, "index_kpool_always_select_tail": False, "index_kpool": 8,
+         "norm_topk_prob": False, "n_shared_experts": 2},
+    ],
     "glm_moe_dsa": [{"indexer_types": ["full", "shared", "full"]}],
     "granitemoeshared": [
         {"attention_multiplier": 0.3, "embedding_multiplier": 2.0, "residual_multiplier": 0.5,
@@ -61,13 +72,27 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
         {"layer_types": [*["linear_attention"] * 3, "full_attention"],
          "routed_scaling_factor": 1.5, "num_shared_experts": 2},
     ],
+    "laguna": [
+        {"gating": "per-element", "num_attention_heads_per_layer": [2, 4, 4, 4],
+         "moe_routed_scaling_factor": 2.5,
+         "rope_parameters": {
+             "full_attention": YARN | {"partial_rotary_factor": 0.5},
+             "sliding_attention": ROPE | {"partial_rotary_factor": 1.0},
+         }},
+        {"layer_types": ["full_attention"] * 4, "sliding_window": 0,
+         "rope_parameters": {
+             "full_attention": YARN | {"partial_rotary_factor": 0.5, "attention_factor": 1.3},
+             "sliding_attention": ROPE | {"partial_rotary_factor": 1.0},
+         }},
+    ],
     "llama4_text": [{"interleave_moe_layer_step": 1}, {"intermediate_size_mlp": 112}],
     "minimax_m2": [{"rope_parameters": ROPE | {"partial_rotary_factor": 0.5}}],
     "minimax_m3_vl_text": [{"shared_intermediate_size": 192, "routed_scaling_factor": 1.5}],
     "qwen3_vl_moe": [{"rope_parameters": ROPE | {"mrope_section": [4, 2, 2]}}],
 }  # fmt: skip
 # llama.cpp wants q_lora_rank but for models of 26 or 27 layers, and all experts behind the first.
-REFUSED_BY_LLAMA_CPP = [("deepseek_v3", 1), ("ernie4_5_moe", 0)]
+# It does not read yarn_attn_factor.
+OTHERWISE_IN_LLAMA_CPP = [("deepseek_v3", 1), ("ernie4_5_moe", 0), ("laguna", 1)]
 CASES = [(name, number) for name, given in SETTINGS.items() for number in range(len(given))]
 
 
@@ -96,7 +121,7 @@ def test_a_file_says_all_of_its_config(made):
 
 @pytest.mark.skipif(LLAMA_PYTHON is None, reason="MOE_INFINITY_LLAMA_PYTHON names no interpreter")
 @pytest.mark.parametrize(
-    "made", [case for case in CASES if case not in REFUSED_BY_LLAMA_CPP], indirect=True
+    "made", [case for case in CASES if case not in OTHERWISE_IN_LLAMA_CPP], indirect=True
 )
 def test_llama_cpp_sees_the_same_config(made, tmp_path):
     _, file = made
@@ -136,7 +161,11 @@ def test_files_of_before_latent_attention_was_split(made, tmp_path):
         (("deepseek_v3", 0), "rope.dimension_count", "64"),
         (("deepseek_v3", 0), "expert_group_count", "2"),
         (("deepseek_v3", 0), "rope.scaling.yarn_log_multiplier", "0.1"),
+        (("cohere2_moe", 0), "attention.sliding_window_pattern", "every"),
+        (("glm5_next", 0), "attention.head_count", "4"),
         (("glm_moe_dsa", 0), "attention.indexer.types", [1]),
+        (("laguna", 0), "attention.head_count", [4]),
+        (("laguna", 0), "attention.sliding_window", "16"),
         (("jamba", 0), "attention.head_count_kv", "2"),
         (("jamba", 0), "ssm.inner_size", "wide"),
         (("minimax_m3_vl_text", 0), "expert_shared_count", "two"),

@@ -52,7 +52,7 @@ ARCHITECTURES = {
 }  # fmt: skip
 # Of what the gguf package does not know: one that it knows, with the same names.
 NAMED_AS = {
-    "cohere2moe": "bailingmoe", "deepseek32": "glm-dsa", "hy_v3": "dots1", "laguna": "step35",
+    "cohere2moe": "dots1", "deepseek32": "glm-dsa", "hy_v3": "dots1", "laguna": "step35",
     "mellum": "qwen3moe", "qwen4exp": "qwen35moe", "deepseek4": "deepseek2",
     "minimax-m3": "glm4moe", "glm5-next": "kimi-linear",
 }  # fmt: skip

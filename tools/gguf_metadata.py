@@ -150,7 +150,9 @@ def _cohere2(config: dict[str, Any]) -> dict[str, Any]:
     return _windows(config) | {
         "attention.layer_norm_epsilon": config["layer_norm_eps"],
         "expert_feed_forward_length": config["intermediate_size"],
-        "expert_gating_func": 1,
+        "expert_gating_func": 2 if config["expert_selection_fn"] == "sigmoid" else 1,
+        "feed_forward_length": config["prefix_dense_intermediate_size"]
+        or config["intermediate_size"],
         "logit_scale": float(config["logit_scale"]),
         "rope.scaling.type": "none",
     }
@@ -174,7 +176,11 @@ def _mimo(config: dict[str, Any]) -> dict[str, Any]:
 
 def _laguna(config: dict[str, Any]) -> dict[str, Any]:
     sliding = config["rope_parameters"]["sliding_attention"]
-    return {
+    full = config["rope_parameters"]["full_attention"]
+    keys = {"attention_factor": "attn_factor", "beta_fast": "beta_fast", "beta_slow": "beta_slow"}
+    yarn = {f"rope.scaling.yarn_{k}": float(full[name]) for name, k in keys.items() if name in full}
+    return yarn | {
+        "attention.head_count": config["num_attention_heads_per_layer"],
         "rope.freq_base_swa": sliding["rope_theta"],
         "expert_weights_norm": True,
         "rope.dimension_count_swa": int(config["head_dim"] * sliding["partial_rotary_factor"]),

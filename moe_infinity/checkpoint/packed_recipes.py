@@ -28,16 +28,18 @@ Order = Tensor  # int64 [R], by row of a parameter: the row of the stored weight
 def order_of(recipe: Recipe, *, is_transposed: bool) -> Order | None:
     """The order in which a conversion puts rows, learned by converting a pattern: that of the
     stored weights, or gate and up in turn. None if it does anything else, or if the weights are not
-    all packed in rows of one kind.
+    all packed in one way.
     """
     formats = {source.packed.format if source.packed else None for source in recipe.sources}
     (packed, *others) = formats
-    if others or packed is None or not packed.has_free_rows or len(recipe.targets) != 1:
+    if others or packed is None or len(recipe.targets) != 1:
         return None
     patterns, values = recipe.tried()
     (value,) = values.values()
     found_RC = (value[0].t() if is_transposed else value[0]).contiguous()
-    stored_RC = torch.cat([pattern[0] for pattern in patterns])
+    stored_RC = torch.cat([pattern.flatten(0, -2) for pattern in patterns])
+    if stored_RC.shape != found_RC.shape:
+        return None
     num_rows = len(stored_RC)
     orders = [torch.arange(num_rows, device="cpu")]
     if num_rows % 2 == 0:
@@ -104,7 +106,7 @@ def _in_order_of(recipe: Recipe, weights: Mapping[str, RowsRecipe]) -> Recipe:
     """
     names = [spec.name for spec in recipe.targets.values()]
     weight = weights.get(names[0].removesuffix(BIAS))
-    is_plain = all(source.num_parts and not source.packed for source in recipe.sources)
+    is_plain = not any(source.packed for source in recipe.sources)
     if len(names) > 1 or not names[0].endswith(BIAS) or weight is None or not is_plain:
         return recipe
     patterns, values = recipe.tried()

@@ -54,9 +54,6 @@ def config_of(gguf: GgufModel) -> Any:
             f"those of {', '.join(METADATA)} do\n{WITH_CONFIG}"
         )
     found = _mapped(gguf, known) | _from_tensors(gguf)
-    found.setdefault("num_key_value_heads", found["num_attention_heads"])
-    default = found["hidden_size"] // found["num_attention_heads"]
-    found.setdefault("head_dim", gguf.value("attention.key_length", default))
     ids = gguf.vocabulary.ids
     ends = gguf.vocabulary.ends()
     found |= {
@@ -70,6 +67,9 @@ def config_of(gguf: GgufModel) -> Any:
         raise CheckpointError(
             f"{where}: the metadata are of no {gguf.architecture} model: {error}"
         ) from error
+    found.setdefault("num_key_value_heads", found["num_attention_heads"])
+    default = found["hidden_size"] // found["num_attention_heads"]
+    found.setdefault("head_dim", gguf.value("attention.key_length", default))
     if known.has_positions and "rope_parameters" not in found:
         found["rope_parameters"] = _positions(gguf, known, found)
     check_config(where, found, trust_remote_code=False)

@@ -182,6 +182,19 @@ def windows(gguf: GgufModel) -> dict[str, Any]:
     return {"layer_types": [kinds[bool(each)] for each in pattern]}
 
 
+def windows_but_every(gguf: GgufModel, number: int) -> dict[str, Any]:
+    """Return which layers have a sliding window: if the file has one number or none for all, those
+    but the first of so many.
+    """
+    every = gguf.value("attention.sliding_window_pattern", number)
+    if isinstance(every, list):
+        return windows(gguf)
+    if type(every) is not int or every < 0:
+        raise CheckpointError(f"{gguf.files[0]}: no pattern of layers with a window")
+    is_full = [every > 0 and at % every == 0 for at in range(gguf.num_layers)]
+    return {"layer_types": ["full_attention" if full else "sliding_attention" for full in is_full]}
+
+
 def two_ropes(gguf: GgufModel) -> dict[str, Any]:
     """Return the positions of layers with a sliding window, and of those without."""
     theta = gguf.value("rope.freq_base", 1e4)
@@ -299,6 +312,46 @@ def exaone(gguf: GgufModel) -> dict[str, Any]:
 def mellum(gguf: GgufModel) -> dict[str, Any]:
     """Return the kinds of layers of Mellum."""
     return windows(gguf) | two_ropes(gguf)
+
+
+def cohere2(gguf: GgufModel) -> dict[str, Any]:
+    """Return the kinds of layers of Cohere's models, and what norms add to the mean."""
+    return (
+        windows_but_every(gguf, 4)
+        | dense_first(gguf)
+        | {
+            "expert_selection_fn": "softmax"
+            if gguf.value("expert_gating_func") == 1
+            else "sigmoid",
+            "layer_norm_eps": gguf.value("attention.layer_norm_epsilon", 1e-5),
+            "rms_norm_eps": gguf.value("attention.layer_norm_rms_epsilon"),  # None: LayerNorm
+        }
+    )
+
+
+def laguna(gguf: GgufModel) -> dict[str, Any]:
+    """Return what layers of Laguna are, which have numbers of heads of their own."""
+    heads = of_layers(gguf, "attention.head_count")
+    gate = gguf.tensors.get("blk.0.attn_gate.weight")
+    is_by_head = gate is None or gate.shape[0] == heads[0]
+    has_windows = gguf.value("attention.sliding_window", 0) > 0
+    kinds = windows_but_every(gguf, 4 if has_windows else 1)
+    return two_ropes(gguf) | dense_first(gguf) | attention_bias(gguf) | kinds | {
+        "gating": "per-head" if is_by_head else "per-element",
+        "num_attention_heads": heads[0], "num_attention_heads_per_layer": heads,
+    }  # fmt: skip
+
+
+def glm5_next(gguf: GgufModel) -> dict[str, Any]:
+    """Return which layers of GLM-5-Next have attention, and its sizes. Nothing is rotated."""
+    heads = gguf.value("attention.head_count")
+    found = indexed_attention(gguf) | by_keys(gguf, "linear_attention")
+    del found["rope_parameters"]
+    return found | {
+        "index_kpool_always_select_tail": gguf.value("attention.indexer.kpool_select_tail", True),
+        "linear_lower_bound": gguf.value("kda.gate_lower_bound"),
+        "linear_num_heads": heads, "num_key_value_heads": heads,
+    }  # fmt: skip
 
 
 def granite(gguf: GgufModel) -> dict[str, Any]:

@@ -128,6 +128,11 @@ AFMOE_FIELDS = WINDOW | QWEN_FIELDS | {
     "expert_shared_count": "num_shared_experts", "expert_weights_norm": None,
     "expert_weights_scale": "route_scale", "leading_dense_block_count": "num_dense_layers",
 }  # fmt: skip
+COHERE2_FIELDS = WINDOW | DENSE_FIRST | {
+    "attention.layer_norm_rms_epsilon": None, "expert_feed_forward_length": "intermediate_size",
+    "expert_shared_count": "num_shared_experts", "expert_weights_norm": "norm_topk_prob",
+    "feed_forward_length": "prefix_dense_intermediate_size", "logit_scale": "logit_scale",
+}  # fmt: skip
 ERNIE_FIELDS = {
     "expert_count": "moe_num_experts", "expert_feed_forward_length": "moe_intermediate_size",
     "expert_shared_count": "moe_num_shared_experts", "expert_used_count": "moe_k",
@@ -136,6 +141,12 @@ ERNIE_FIELDS = {
 }  # fmt: skip
 EXAONE_FIELDS = WINDOW | ROUTED_FIELDS | {
     "expert_count": "num_experts", "expert_shared_count": "num_shared_experts",
+}  # fmt: skip
+GLM5_NEXT_FIELDS = ROUTED_FIELDS | LATENT_FIELDS | INDEX_FIELDS | {
+    "attention.indexer.kpool": "index_kpool", "hyper_connection.count": "hc_mult",
+    "hyper_connection.epsilon": "hc_eps", "kda.head_dim": "linear_head_dim",
+    "hyper_connection.sinkhorn_iterations": "hc_sinkhorn_iters",
+    "ssm.conv_kernel": "linear_conv_kernel_dim", "swiglu_clamp_exp": "swiglu_limit",
 }  # fmt: skip
 HY_V3_FIELDS = DENSE_FIRST | QWEN_FIELDS | {
     "expert_shared_count": "num_shared_experts", "expert_weights_norm": None,
@@ -150,6 +161,10 @@ KIMI_LINEAR_FIELDS = ROUTED_FIELDS | LATENT_FIELDS | {
     "expert_group_count": "num_expert_group", "expert_shared_count": "num_shared_experts",
     "expert_used_count": "num_experts_per_token", "expert_weights_norm": None,
     "kda.head_dim": "linear_head_dim", "ssm.conv_kernel": "linear_conv_kernel_dim",
+}  # fmt: skip
+LAGUNA_FIELDS = WINDOW | DENSE_FIRST | QWEN_FIELDS | SHARED_EXPERT | {
+    "attention.head_count": None, "expert_weights_norm": None,
+    "expert_weights_scale": "moe_routed_scaling_factor",
 }  # fmt: skip
 LLAMA4_FIELDS = LOCAL_EXPERTS | {
     "expert_feed_forward_length": "intermediate_size",
@@ -172,6 +187,10 @@ METADATA: dict[str, Metadata] = {
     "afmoe": Metadata(
         "afmoe", "qwen3_moe", AFMOE_FIELDS, {"mup_enabled": True, "num_shared_experts": 0},
         neutral=OF_SIGMOID,
+    ),
+    "cohere2moe": Metadata(
+        "cohere2_moe", "qwen3_moe", COHERE2_FIELDS, {"num_shared_experts": 0},
+        neutral={"expert_gating_func": (2, 0, 1)}, derived=derived.cohere2,
     ),
     "deepseek2": Metadata(
         "deepseek_v3", "qwen3_moe", ROUTED_FIELDS | LATENT_FIELDS, ROUTED | {"q_lora_rank": None},
@@ -210,6 +229,10 @@ METADATA: dict[str, Metadata] = {
         "glm4_moe", "qwen3_moe", ROUTED_FIELDS, ROUTED, has_partial_rotary=True,
         neutral=OF_SIGMOID, derived=derived.glm4,
     ),
+    "glm5-next": Metadata(
+        "glm5_next", "qwen3_moe", GLM5_NEXT_FIELDS, ROUTED, neutral=OF_SIGMOID,
+        has_positions=False, whole="Glm5NextForConditionalGeneration", derived=derived.glm5_next,
+    ),
     "gpt-oss": Metadata(
         "gpt_oss", "gpt_oss", WINDOW,
         yarn={"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
@@ -234,6 +257,10 @@ METADATA: dict[str, Metadata] = {
     "kimi-linear": Metadata(
         "kimi_linear", "qwen3_moe", KIMI_LINEAR_FIELDS, {"q_lora_rank": None},
         neutral=OF_SIGMOID, derived=derived.kimi_linear,
+    ),
+    "laguna": Metadata(
+        "laguna", "qwen3_moe", LAGUNA_FIELDS, neutral=OF_SIGMOID, derived=derived.laguna,
+        yarn={"beta_fast": 32.0, "beta_slow": 1.0},
     ),
     "lfm2moe": Metadata(
         "lfm2_moe", "lfm2", LFM2_FIELDS, neutral=OF_SIGMOID,

@@ -21,14 +21,13 @@ from torch import Tensor
 from transformers.core_model_loading import (
     Concatenate,
     ConversionOps,
-    Interleave,
     MergeModulelist,
-    Transpose,
     WeightConverter,
 )
 
 from moe_infinity.architectures.adapters import ExpertsModule
 from moe_infinity.checkpoint.headers import STORED_DTYPES, Extent, StoredTensor
+from moe_infinity.checkpoint.linear_experts import BIAS, LINEAR_LAYERS, stacking
 from moe_infinity.checkpoint.packing import PackedTensor, PartFormat, WeightFormat
 from moe_infinity.checkpoint.plan import Weights, find_experts
 from moe_infinity.checkpoint.undo import JoinConvolutions, JoinHeads, JoinKeysAndValues, Undo
@@ -107,11 +106,10 @@ SPLIT: dict[str, tuple[tuple[str, ...], ConversionOps]] = {
     ".indexer.index_qk_proj.weight": (("indexer.q_proj", "indexer.k_proj"), Concatenate(0)),
 }  # fmt: skip
 OF_EXPERTS = {
-    "gate_up_proj": ("ffn_gate_exps", "ffn_up_exps"),
-    "gate_proj": ("ffn_gate_exps",),
-    "up_proj": ("ffn_up_exps",),
-    "down_proj": ("ffn_down_exps",),
-}  # by parameter of experts modules
+    "gate_proj": "ffn_gate_exps",
+    "up_proj": "ffn_up_exps",
+    "down_proj": "ffn_down_exps",
+}  # by linear layer
 FUSED_QKV = ("q_proj", "k_proj", "v_proj")
 FUSED = "ffn_gate_up_exps"  # in the place of the two of gate_up_proj
 
@@ -174,24 +172,20 @@ class Names:
             if not location.is_stacked or location.rows != 1:
                 raise UnsupportedModelError(f"{layer.name}: GGUF for experts in separate modules")
             param = f"{layer.name}.{location.paths[0]}"
-            is_bias = key.endswith("_bias")
-            kind = key.removesuffix("_bias")
-            if kind not in OF_EXPERTS:
+            suffix = "bias" if key.endswith(BIAS) else "weight"
+            kind = key.removesuffix(BIAS)
+            if kind not in LINEAR_LAYERS:
                 raise UnsupportedModelError(f"{param}: GGUF has no tensor for it")
-            leaves = [f"{leaf}.{'bias' if is_bias else 'weight'}" for leaf in OF_EXPERTS[kind]]
-            fused = leaves[0].replace("ffn_gate_exps", FUSED)
+            leaves = [f"{OF_EXPERTS[linear]}.{suffix}" for linear in LINEAR_LAYERS[kind]]
+            fused = f"{FUSED}.{suffix}"
             if kind == "gate_up_proj" and self._stored(param, fused) is not None:
                 leaves = [fused]
-            operations: list[ConversionOps] = [Concatenate(1)] if len(leaves) > 1 else []
+            operations = stacking(layer, key, num_linears=len(leaves))
             del self._params[param]
             if self._stored(param, leaves[0]) is None:  # perhaps a file of before 2024-04
                 self._add_one_by_one(param, leaves, operations, layer.num_experts)
-                continue
-            if kind == "gate_up_proj" and not getattr(layer.module, "is_concatenated", True):
-                operations.append(Interleave(1, inverse=True))
-            if layer.is_transposed and not is_bias:
-                operations.append(Transpose(1, 2))
-            self._add(param, leaves, operations)
+            else:
+                self._add(param, leaves, operations)
 
     def _add_one_by_one(
         self, param: str, leaves: list[str], operations: list[ConversionOps], num_experts: int

@@ -34,6 +34,7 @@ from moe_infinity.architectures.adapters import ExpertsModule
 from moe_infinity.checkpoint.config_limits import as_meant
 from moe_infinity.checkpoint.file_names import checkpoint_files
 from moe_infinity.checkpoint.headers import STORED_NAMES, StoredTensor, read_headers
+from moe_infinity.checkpoint.linear_experts import rules_of_linear_experts
 from moe_infinity.checkpoint.packed_plan import PackedDense, find_packed_dense, source_of
 from moe_infinity.checkpoint.packing import PackedTensor
 from moe_infinity.checkpoint.plan import Contents, Plan, contents_of, plan_experts, stored_bytes
@@ -319,7 +320,9 @@ def _contents(kind: Kind, files: Iterable[Path], model: Any, rules: list[Any]) -
     which a GGUF file replaces by its own.
     """
     if kind.gguf is None:
-        return contents_of(read_headers(files), kind.packing, rules)
+        found = contents_of(read_headers(files), kind.packing, rules)
+        more = rules_of_linear_experts(model, found.weights, rules)
+        return replace(found, rules=rules + more)
     weights, own_rules = weights_of(model, kind.gguf)
     others, other_rules = kind.weights_beside(model)
     return Contents(weights | others, own_rules + other_rules, "gguf", kind.gguf.header_bytes)

@@ -267,3 +267,11 @@ def arrange(x, x_bytes, out, num_rows, arrangement):  # type: ignore[no-untyped-
             behind = other.behind
         x += x_bytes
         out += arrangement.row_bytes
+
+
+@machine_code(types.void(*[types.int64] * 5))
+def arrange_by(x, x_bytes, out, num_rows, arranged_by):  # type: ignore[no-untyped-def]
+    """The same by the Arrangement at an address: to hand over a tuple of as many numbers takes
+    Python longer than few rows take.
+    """
+    arrange(x, x_bytes, out, num_rows, _arrangement_at(arranged_by))

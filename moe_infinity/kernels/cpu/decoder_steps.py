@@ -138,7 +138,6 @@ class DecoderSteps:
         self._routed = np.zeros((num_layers, len(RoutedCall._fields)), np.int64)
         self._jobs = np.zeros((num_layers, JOB_AT + len(KernelJob._fields)), np.int64)
         self._residents: list[Residents | None] = [None] * num_layers
-        self._up_arrangements = [array("q")] * num_layers
         self._counters = _lines(num_layers * (STATE + 2 * COUNTERS))
         self._turns = np.zeros((num_layers, TURNS, len(Turn._fields)), np.int64)
         self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
@@ -258,7 +257,6 @@ class DecoderSteps:
         """Connect a layer with its experts."""
         own = residents.experts
         fixed = self._kernels[layer].fixed
-        self._up_arrangements[layer] = array("q", own.up.arrangement)
         self._residents[layer] = residents
         self._jobs[layer, :JOB_AT] = (
             own.mlp.buffer_info()[0],
@@ -273,7 +271,7 @@ class DecoderSteps:
             width=fixed.width,
             dtype=fixed.dtype,
             weights_dtype=fixed.weights_dtype,
-            arrangement=self._up_arrangements[layer].buffer_info()[0],
+            arrangement=own.up.arranged_by.buffer_info()[0],
         )
         self._most_seqs = 0  # it may need more memory than others
 

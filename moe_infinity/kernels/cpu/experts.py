@@ -29,14 +29,15 @@ from torch import Tensor
 from moe_infinity.experts import Ints, ParamSpec
 from moe_infinity.kernels import host_float32, many_rows
 from moe_infinity.kernels.cpu import work as experts_work
-from moe_infinity.kernels.cpu.arrangement import arrange
+from moe_infinity.kernels.cpu.arrangement import arrange_by
 from moe_infinity.kernels.cpu.product import Product
 from moe_infinity.kernels.cpu.team import num_threads
 from moe_infinity.kernels.cpu.widened import WidenedExperts, Widening, run_all
+from moe_infinity.kernels.cpu.words import BLOCK_ROWS
 from moe_infinity.kernels.cpu.work import BIASES, NO_BIAS, ExpertMlp, run_job
 from moe_infinity.kernels.many_rows import RowPath
 from moe_infinity.kernels.reference import FUNCTIONS, Activation
-from moe_infinity.layout import WORDS, WeightLayout
+from moe_infinity.layout import WeightLayout
 
 SPARE_BYTES = 128  # behind the outputs of up, of which vectors are read
 
@@ -97,7 +98,8 @@ def _reads_biases(
         return False
     if biases[0].dtype not in BIASES or {bias.dtype for bias in biases} != {biases[0].dtype}:
         return False
-    return not {weight.kind for weight in weights} & {*WORDS}  # a row in two blocks gets it twice
+    (last,) = down  # a block that begins before its first row would compute others' without a bias
+    return last.shape[0] % BLOCK_ROWS.get(last.kind, 1) == 0
 
 
 class FusedExperts:
@@ -144,7 +146,7 @@ class FusedExperts:
             bias=BIASES.index(biases[0].dtype) if biases else 0,
         )
         self.mlp = array("q", mlp)
-        self.hidden_arrangement = array("q", down.arrangement)
+        self.hidden_arrangement = down.arranged_by
         self(host_float32(0, down.num_rows), [0], [])  # compiles
 
     def __call__(
@@ -247,10 +249,10 @@ class FusedRows(Rows):
         self, experts: FusedExperts, inputs_TD: Tensor, num_rows: int, tokens_P: Tensor | None
     ) -> None:
         x = inputs_TD.to(torch.float32).contiguous()
-        arrangement = experts.up.arrangement
+        arranged_by = experts.up.arranged_by.buffer_info()[0]
         self._experts = experts
-        self._x = host_float32(len(x), arrangement.row_bytes // 4)
-        arrange(x.data_ptr(), 4 * x.shape[1], self._x.data_ptr(), len(x), arrangement)
+        self._x = host_float32(len(x), experts.up.arrangement.row_bytes // 4)
+        arrange_by(x.data_ptr(), 4 * x.shape[1], self._x.data_ptr(), len(x), arranged_by)
         self._tokens_P = tokens_P
         self._is_shared = tokens_P is None and len(x) < num_rows
         self.out_PD = host_float32(num_rows, experts.down.num_rows)

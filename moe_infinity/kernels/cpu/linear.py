@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from moe_infinity.experts import ParamSpec
 from moe_infinity.kernels import host_float32, many_rows
-from moe_infinity.kernels.cpu.arrangement import arrange
+from moe_infinity.kernels.cpu.arrangement import arrange_by
 from moe_infinity.kernels.cpu.product import Product
 from moe_infinity.kernels.cpu.team import num_threads
 from moe_infinity.kernels.cpu.widened import WidenedLinear, Widening
@@ -64,6 +65,22 @@ def fused_linear(weights: Sequence[Tensor | PackedWeight]) -> FusedLinear | None
     )
 
 
+class _Described(NamedTuple):
+    """A product, and an ExpertMlp in memory whose first product it is and which has no second."""
+
+    product: Product
+    mlp: array[int]
+
+    @classmethod
+    def of(cls, product: Product) -> _Described:
+        mlp = ExpertMlp(
+            up_blocks=product.blocks.ctypes.data,
+            num_up=len(product.blocks),
+            up_bytes=4 * product.num_rows,
+        )
+        return cls(product, array("q", mlp))
+
+
 class FusedLinear:
     """Multiplies with `weights`, which it keeps. Any number of threads may call."""
 
@@ -76,8 +93,8 @@ class FusedLinear:
         widened: WidenedLinear | None = None,
     ) -> None:
         self.weights = weights
-        self._few = few
-        self._in_panels = in_panels or few
+        self._few = _Described.of(few)
+        self._in_panels = _Described.of(in_panels or few)
         self._widened = widened
         self._heights = list(map(len, weights))
         self._num_bytes = sum(weight.nbytes for weight in weights)
@@ -89,20 +106,15 @@ class FusedLinear:
         path = row_path(len(x_TC), x_TC.dtype)
         if path is RowPath.WIDENED and self._widened is not None:
             return self._widened(x_TC, self._joined(biases))
-        product = self._few if path is RowPath.FEW else self._in_panels
-        arrangement = product.arrangement
+        product, mlp = self._few if path is RowPath.FEW else self._in_panels
         x = x_TC.to(torch.float32).contiguous()
-        arranged = torch.empty(len(x) * arrangement.row_bytes, dtype=torch.uint8, device="cpu")
-        arrange(x.data_ptr(), 4 * x.shape[1], arranged.data_ptr(), len(x), arrangement)
+        arranged = host_float32(len(x), product.arrangement.row_bytes // 4)
+        arranged_by = product.arranged_by.buffer_info()[0]
+        arrange_by(x.data_ptr(), 4 * x.shape[1], arranged.data_ptr(), len(x), arranged_by)
         out_TR = host_float32(len(x), product.num_rows)
-        mlp = ExpertMlp(
-            up_blocks=product.blocks.ctypes.data,
-            num_up=len(product.blocks),
-            up_bytes=4 * product.num_rows,
-        )
         run_job(  # one "expert" has all rows; the arguments have the addresses of its weights
-            array("q", mlp),
-            array("q", arrangement),  # not used: there is no second product
+            mlp,
+            product.arranged_by,  # not used: there is no second product
             [0],
             [len(x)],
             [0],
@@ -113,9 +125,10 @@ class FusedLinear:
             hidden=0,
             out=0,
         )
-        for out, bias in zip(out_TR.split(self._heights, 1), biases, strict=False):
-            if bias is not None:
-                out += bias
+        if any(bias is not None for bias in biases):
+            for out, bias in zip(out_TR.split(self._heights, 1), biases, strict=False):
+                if bias is not None:
+                    out += bias
         return out_TR
 
     def _joined(self, biases: Sequence[Tensor | None]) -> Tensor | None:
@@ -131,5 +144,6 @@ class FusedLinear:
         )
 
     def _is_worth_sharing(self, num_tokens: int) -> bool:
-        num_products = num_tokens * self._few.num_rows * self._few.num_columns
+        product = self._few.product
+        num_products = num_tokens * product.num_rows * product.num_columns
         return self._num_bytes >= MIN_SHARED_BYTES or num_products >= MIN_SHARED_PRODUCTS

@@ -69,7 +69,12 @@ class Product:
     arrangement: Arrangement  # of x
     arguments: NDArray[np.int64]  # by weight; blocks point here
     blocks: NDArray[np.int64]  # RowBlocks
-    kept: list[array[int]]  # what `arrangement` points to
+    kept: list[array[int]]  # what `arrangement` points to, and itself
+
+    @property
+    def arranged_by(self) -> array[int]:
+        """`arrangement` in memory."""
+        return self.kept[-1]
 
     @classmethod
     def of(
