@@ -352,6 +352,8 @@ CHECKPOINTS: dict[str, Recipe] = {
 def has_kernels(name: str, *, reads_index: bool = False) -> bool:
     """Return False if experts of the checkpoint are unpacked for each use. `reads_index`: kernels
     know columns in any order, which only those of a GPU do, for GPTQ."""
+    if name == "int8 symmetric":
+        return not reads_index  # on a CPU
     if name.startswith("int8") or "8 bits" in name:
         return False
     return "act-order" not in name or (reads_index and name.startswith("gptq"))

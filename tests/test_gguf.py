@@ -165,7 +165,7 @@ def test_a_packed_layer_is_unpacked_to_the_dtype_that_the_model_is_cast_to(small
         assert torch.equal(linear.float().weight, exact)
 
 
-def test_logits_that_share_their_weights_with_the_embedding_are_not_packed(tmp_path):
+def test_a_small_table_of_logits_and_the_embedding_is_not_packed(tmp_path):
     folder = build("qwen3_moe", tmp_path / "model", **WIDE, tie_word_embeddings=True)
     with MoE(converted(folder, "q8_0"), device="cpu") as moe:
         assert moe.model.lm_head.weight is moe.model.model.embed_tokens.weight

@@ -258,6 +258,7 @@ def _packed_ints(widths: Sequence[Width]) -> WeightFormat:
         lambda shapes: measure_ints(shapes, widths),
         unpack.int_rows,
         ignored=("weight_shape", *OF_ACTIVATIONS),
+        kind_of_bytes="uint8",
     )
 
 

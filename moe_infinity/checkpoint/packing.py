@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -57,6 +57,7 @@ class WeightFormat:
     num_dims: int = 2  # of the first part, without the expert dimension
     is_transposed: bool = False  # the weight of the model is [C, R]
     has_free_rows: bool = False  # its one part is [R, bytes of a row]
+    kind_of_bytes: str | None = None  # in the place of `kind` where a value takes 8 bits
 
     def layout_of(self, parts: dict[str, ParamSpec], *, is_transposed: bool) -> WeightLayout:
         """The layout of a weight whose parts lie there. Transposed: the experts' class has it as
@@ -65,10 +66,13 @@ class WeightFormat:
         found = self.measure({role: part.shape for role, part in parts.items()})
         assert found is not None, parts  # `assemble` has seen them, or the packer made them
         shape, block = found
-        return WeightLayout(
+        layout = WeightLayout(
             self.kind, shape, **_read(parts, block), block=block, is_transposed=is_transposed,
             unpack=self.unpack,
         )  # fmt: skip
+        if self.kind_of_bytes is not None and layout.is_stored_in(8):
+            layout = replace(layout, kind=self.kind_of_bytes)
+        return layout
 
     def suffix_of(self, role: str) -> str:
         """The end of the name of this part."""

@@ -54,6 +54,8 @@ def loop_of(weight: WeightLayout) -> InnerLoop | None:
             return None
         scale = "uint8" if weight.scale.dtype in EXPONENTS else weight.scale.dtype
         has_zeros = weight.zeros is not None
+        if has_zeros and not loader.subtracts_zero:
+            return None
         if (loader.global_scale is None) != (weight.global_scale is None):
             return None
         loop = loop_for(weight.kind, columns, group=block[1], scale=scale, has_zeros=has_zeros)

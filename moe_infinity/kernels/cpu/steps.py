@@ -74,6 +74,13 @@ def _int8(b: Any, num_vectors: int, at: Any) -> Iterator[Any]:
         yield b.sitofp(b.sext(load(b, at, k * LANES, I8), vector_of(I32)), FLOATS)
 
 
+def _uint8(b: Any, num_vectors: int, at: Any) -> Iterator[Any]:
+    """Numbers less 128, the zero point of symmetric ones: the upper bit says the same of a sign."""
+    for k in range(num_vectors):
+        signed = b.xor(load(b, at, k * LANES, I8), all_lanes(I8, 0x80))
+        yield b.sitofp(b.sext(signed, vector_of(I32)), FLOATS)
+
+
 def _fp8(b: Any, num_vectors: int, at: Any) -> Iterator[Any]:
     """Make the bits of a float16, which is the value / 2 ** 8."""
     for k in range(num_vectors):
@@ -127,6 +134,7 @@ LOADERS = {
         for kind, use in (("nvfp4", "multiplies"), ("nvfp4_divided", "divides"))
     },
     "int8": ValueLoader(8, (8, 4, 2), _int8),
+    "uint8": ValueLoader(8, (8, 4, 2), _uint8),
     "fp8": ValueLoader(8, (8, 4, 2), _fp8, left_out=2.0**8),
     "bf16": ValueLoader(16, (4, 2, 1), _bf16),
     "f16": ValueLoader(16, (4, 2, 1), _f16),
