@@ -43,6 +43,7 @@ DIFFERENCES = {
     "glm5_next": "up to `index_topk` tokens",
     "glm_moe_dsa": "up to `index_topk` tokens",
     "gpt_oss": "but for YaRN",
+    "laguna": "but for a factor of YaRN",
     "granitemoehybrid": "with one group of Mamba",
     "mellum": "with one `rope_theta`",
     "mistral4": "up to the context of training",

@@ -165,6 +165,8 @@ def test_files_of_before_latent_attention_was_split(made, tmp_path):
         (("glm5_next", 0), "attention.head_count", "4"),
         (("glm_moe_dsa", 0), "attention.indexer.types", [1]),
         (("laguna", 0), "attention.head_count", [4]),
+        (("laguna", 0), "attention.head_count", [0, 4, 4, 4]),
+        (("laguna", 0), "attention.head_count", (T.UINT32, 0)),
         (("laguna", 0), "attention.sliding_window", "16"),
         (("jamba", 0), "attention.head_count_kv", "2"),
         (("jamba", 0), "ssm.inner_size", "wide"),

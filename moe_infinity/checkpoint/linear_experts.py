@@ -4,8 +4,8 @@ another way and transformers has no rule for it.
     model.layers.0.mlp.experts.3.gate_proj.weight [R, C]      in the checkpoint
     model.layers.0.mlp.experts.gate_up_proj [E, C, 2 R]       gpt-oss: gate and up in turn
 
-Quantizers pack linear layers, so they take stacked experts apart: AutoRound, GPTQModel and
-llm-compressor do so with gpt-oss and Llama 4.
+Quantizers pack linear layers, so they take stacked experts apart: AutoRound, llm-compressor, whose
+names have `experts` twice, and GPTQModel from 5.8 on do so with gpt-oss or Llama 4.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from transformers.core_model_loading import (
 from moe_infinity.architectures.adapters import ExpertsModule
 from moe_infinity.checkpoint.plan import Weights, find_experts
 
-OF_ONE = re.compile(r"\.experts\.\d+\.(gate|up|down)_proj\.(weight|bias)$")
+NUMBERED = r"(?:\.experts)+\.\d+\."
+OF_ONE = re.compile(NUMBERED + r"(gate|up|down)_proj\.(weight|bias)$")
 BIAS = "_bias"
 # By parameter of experts modules.
 LINEAR_LAYERS = {
@@ -63,7 +64,7 @@ def _rule(layer: ExpertsModule, key: str) -> WeightConverter:
     suffix = "bias" if key.endswith(BIAS) else "weight"
     linears = LINEAR_LAYERS[key.removesuffix(BIAS)]
     return WeightConverter(
-        [rf"\.experts\.\d+\.{linear}\.{suffix}$" for linear in linears],
+        [rf"{NUMBERED}{linear}\.{suffix}$" for linear in linears],
         [f".experts.{key}"],
         [MergeModulelist(dim=0), *stacking(layer, key, num_linears=len(linears))],
     )

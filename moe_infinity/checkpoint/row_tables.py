@@ -5,7 +5,7 @@ layer.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -140,21 +140,33 @@ def find_lookups(model: Any, plan: Plan, rules: list[Any], *, least_bytes: int) 
     return found
 
 
-def without_others(
+def drop_half_tied(
     model: Any, packed: list[PackedDense], lookups: list[Lookup]
 ) -> tuple[list[PackedDense], list[Lookup]]:
-    """Both without those whose weight is tied to that of a module which is in neither: of a tied
-    table, the embedding looks up rows in the file only if the last layer keeps the table packed.
+    """Leave out modules whose weight is tied to one of a module in neither list, or to another
+    linear layer. The embedding of a tied table looks up rows only if the last layer has it packed.
     """
     names = [each.name for each in packed] + [each.name for each in lookups]
     taken = {f"{name}.weight" for name in names}
     tied = model.all_tied_weights_keys.items()
     shared = {source for target, source in tied if not taken.issuperset((target, source))}
+    sources = Counter(source_of(f"{each.name}.weight", model) for each in packed)
+    shared |= {source for source, count in sources.items() if count > 1}
 
     def is_own(each: PackedDense | Lookup) -> bool:
         return source_of(f"{each.name}.weight", model) not in shared
 
     return list(filter(is_own, packed)), list(filter(is_own, lookups))
+
+
+def say_untied(model: nn.Module) -> None:
+    """Let the configs of a model say that no embedding is the weight of the last layer: there is no
+    parameter that `tie_weights` could tie.
+    """
+    for module in model.modules():
+        config: Any = getattr(module, "config", None)
+        if hasattr(config, "tie_word_embeddings"):
+            config.tie_word_embeddings = False
 
 
 def _has_rows(weight: StoredTensor | PackedTensor) -> bool:

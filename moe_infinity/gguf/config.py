@@ -63,13 +63,14 @@ def config_of(gguf: GgufModel) -> Any:
     }
     try:
         found |= known.derived(gguf)
+        heads = found["num_attention_heads"]
+        found.setdefault("num_key_value_heads", heads)
+        default = found["hidden_size"] // heads
+        found.setdefault("head_dim", gguf.value("attention.key_length", default))
     except (ArithmeticError, LookupError, TypeError, ValueError) as error:
         raise CheckpointError(
             f"{where}: the metadata are of no {gguf.architecture} model: {error}"
         ) from error
-    found.setdefault("num_key_value_heads", found["num_attention_heads"])
-    default = found["hidden_size"] // found["num_attention_heads"]
-    found.setdefault("head_dim", gguf.value("attention.key_length", default))
     if known.has_positions and "rope_parameters" not in found:
         found["rope_parameters"] = _positions(gguf, known, found)
     check_config(where, found, trust_remote_code=False)

@@ -182,11 +182,11 @@ def windows(gguf: GgufModel) -> dict[str, Any]:
     return {"layer_types": [kinds[bool(each)] for each in pattern]}
 
 
-def windows_but_every(gguf: GgufModel, number: int) -> dict[str, Any]:
-    """Return which layers have a sliding window: if the file has one number or none for all, those
-    but the first of so many.
+def windows_by_period(gguf: GgufModel, period: int) -> dict[str, Any]:
+    """Return which layers have a sliding window. A file that does not list them may have another
+    period: the first layer of each has none.
     """
-    every = gguf.value("attention.sliding_window_pattern", number)
+    every = gguf.value("attention.sliding_window_pattern", period)
     if isinstance(every, list):
         return windows(gguf)
     if type(every) is not int or every < 0:
@@ -317,7 +317,7 @@ def mellum(gguf: GgufModel) -> dict[str, Any]:
 def cohere2(gguf: GgufModel) -> dict[str, Any]:
     """Return the kinds of layers of Cohere's models, and what norms add to the mean."""
     return (
-        windows_but_every(gguf, 4)
+        windows_by_period(gguf, 4)
         | dense_first(gguf)
         | {
             "expert_selection_fn": "softmax"
@@ -332,10 +332,13 @@ def cohere2(gguf: GgufModel) -> dict[str, Any]:
 def laguna(gguf: GgufModel) -> dict[str, Any]:
     """Return what layers of Laguna are, which have numbers of heads of their own."""
     heads = of_layers(gguf, "attention.head_count")
+    if min(heads) < 1:
+        raise CheckpointError(f"{gguf.files[0]}: laguna.attention.head_count is {heads!r:.40}")
     gate = gguf.tensors.get("blk.0.attn_gate.weight")
     is_by_head = gate is None or gate.shape[0] == heads[0]
-    has_windows = gguf.value("attention.sliding_window", 0) > 0
-    kinds = windows_but_every(gguf, 4 if has_windows else 1)
+    kinds: dict[str, Any] = {"layer_types": ["full_attention"] * gguf.num_layers}
+    if gguf.value("attention.sliding_window", 0) > 0:
+        kinds = windows_by_period(gguf, 4)
     return two_ropes(gguf) | dense_first(gguf) | attention_bias(gguf) | kinds | {
         "gating": "per-head" if is_by_head else "per-element",
         "num_attention_heads": heads[0], "num_attention_heads_per_layer": heads,

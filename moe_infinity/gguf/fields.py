@@ -189,7 +189,8 @@ METADATA: dict[str, Metadata] = {
         neutral=OF_SIGMOID,
     ),
     "cohere2moe": Metadata(
-        "cohere2_moe", "qwen3_moe", COHERE2_FIELDS, {"num_shared_experts": 0},
+        "cohere2_moe", "qwen3_moe", COHERE2_FIELDS,
+        {"num_shared_experts": 0, "norm_topk_prob": False},
         neutral={"expert_gating_func": (2, 0, 1)}, derived=derived.cohere2,
     ),
     "deepseek2": Metadata(
@@ -259,8 +260,7 @@ METADATA: dict[str, Metadata] = {
         neutral=OF_SIGMOID, derived=derived.kimi_linear,
     ),
     "laguna": Metadata(
-        "laguna", "qwen3_moe", LAGUNA_FIELDS, neutral=OF_SIGMOID, derived=derived.laguna,
-        yarn={"beta_fast": 32.0, "beta_slow": 1.0},
+        "laguna", "qwen3_moe", LAGUNA_FIELDS, neutral=OF_SIGMOID, derived=derived.laguna
     ),
     "lfm2moe": Metadata(
         "lfm2_moe", "lfm2", LFM2_FIELDS, neutral=OF_SIGMOID,

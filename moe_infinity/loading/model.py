@@ -39,7 +39,7 @@ from moe_infinity.checkpoint.packed_plan import PackedDense, find_packed_dense, 
 from moe_infinity.checkpoint.packing import PackedTensor
 from moe_infinity.checkpoint.plan import Contents, Plan, contents_of, plan_experts, stored_bytes
 from moe_infinity.checkpoint.reader import Reader
-from moe_infinity.checkpoint.row_tables import Lookup, find_lookups, without_others
+from moe_infinity.checkpoint.row_tables import Lookup, drop_half_tied, find_lookups, say_untied
 from moe_infinity.errors import CheckpointError
 from moe_infinity.gguf.names import weights_of
 from moe_infinity.kernels import uint8_memory
@@ -217,6 +217,7 @@ class _LoadHook:
         self.packed: list[PackedDense] = []  # to be loaded after the rest
         self.lookups: list[Lookup] = []  # embeddings that are not loaded
         self._kind = kind
+        self._unties = False  # an embedding and the last layer have modules of their own now
         self._reader = reader
         self._prepare = prepare
         self._reads_packed = reads_packed
@@ -235,6 +236,8 @@ class _LoadHook:
             self.note_read()
         for lookup in self.lookups:
             lookup.put_into(model, self._reader)
+        if self._unties:
+            say_untied(model)
 
     def offloading_class(self) -> Any:
         """The stock class with a load hook that leaves experts and packed linear layers on disk."""
@@ -267,16 +270,16 @@ class _LoadHook:
         plan = plan_experts(model, contents)
         packed = find_packed_dense(model, plan, contents.rules, self._reads_packed)
         lookups = []
-        if self._least_table_bytes is not None:
-            least = self._least_table_bytes
+        if (least := self._least_table_bytes) is not None:
             lookups = find_lookups(model, plan, contents.rules, least_bytes=least)
-        self.packed, self.lookups = without_others(model, packed, lookups)
+        self.packed, self.lookups = drop_half_tied(model, packed, lookups)
         for layer in plan.layers:
             _take_out_experts(model, layer)
         read_by_layers = {source_of(f"{dense.name}.weight", model) for dense in self.packed}
-        looked_up = {f"{lookup.name}.weight" for lookup in self.lookups}
-        for name in looked_up | {f"{dense.name}.weight" for dense in self.packed}:
-            _take_out(model, name)
+        looked_up = {source_of(f"{lookup.name}.weight", model) for lookup in self.lookups}
+        self._unties = not read_by_layers.isdisjoint(looked_up)
+        for name in [d.name for d in self.packed] + [table.name for table in self.lookups]:
+            _take_out(model, f"{name}.weight")
         for name in looked_up - read_by_layers:
             del plan.dense[name]
         dense_bytes = sum(param.nbytes for param in model.parameters())
@@ -375,7 +378,7 @@ def plan_from_headers(
     contents = _contents(kind, files, model, get_model_conversion_mapping(model))
     plan = plan_experts(model, contents)
     found = find_lookups(model, plan, contents.rules, least_bytes=sys.maxsize)
-    _, lookups = without_others(model, [], found)
+    _, lookups = drop_half_tied(model, [], found)
     plan.row_bytes = stored_bytes(lookup.weight for lookup in lookups)
     return plan
 
@@ -386,9 +389,7 @@ def _take_out_experts(model: Any, layer: ExpertsModule) -> None:
 
 
 def _take_out(model: Any, param_name: str) -> None:
-    """Remove a parameter; a meta tensor of its name stays, which transformers' init may touch. It
-    is tied to no other any more.
-    """
+    """Remove a parameter and its tie. A meta tensor stays, which transformers' init may touch."""
     model.all_tied_weights_keys.pop(param_name, None)
     owner_name, _, name = param_name.rpartition(".")
     owner = model.get_submodule(owner_name)

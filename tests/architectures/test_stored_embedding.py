@@ -103,6 +103,8 @@ def test_a_packed_table_that_the_last_layer_multiplies_with(name, tmp_path, look
         assert moe.report().dense_types["float32"] == plain_bytes - table_bytes
         assert (logits(moe) - expected).abs().max() < 2e-5 * expected.abs().max()
         assert torch.equal(moe.generate(input_ids=IDS, max_new_tokens=6), tokens)
+        moe.model.tie_weights()
+        assert torch.equal(moe.generate(input_ids=IDS, max_new_tokens=6), tokens)
     with MoE(file, dtype="float32", exact=True) as moe:  # multiplies with the weight unpacked
         assert moe.model.get_output_embeddings().weight is moe.model.get_input_embeddings().weight
         assert not isinstance(moe.model.get_input_embeddings(), StoredEmbedding)

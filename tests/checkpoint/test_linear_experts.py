@@ -12,6 +12,7 @@ from torch import Tensor
 
 from moe_infinity import MoE
 from moe_infinity.errors import CheckpointError
+from moe_infinity.quantize.pack import pack_checkpoint
 from tests.closeness import distance
 from tests.quantized_checkpoints import CHECKPOINTS, COMMON, GPT_OSS, edit_config
 from tests.slow_unpack import dequantized
@@ -127,6 +128,28 @@ def test_they_compute_what_stacked_ones_do(model, way, tmp_path):
             if "exact" not in options:
                 reasons = [path.reason for path in paths if path.kind == "experts"]
                 assert reasons == [None if way in READ_BY_KERNELS else NO_KERNEL]
+
+
+def test_names_of_llm_compressor(tmp_path):
+    """Whose module of linear experts is inside the one that it replaces."""
+    linear, stacked = written("GptOss", "fp8 per tensor", tmp_path)
+    tensors = load_file(linear / FILE)
+    twice = {name.replace(".experts.", ".experts.experts."): t for name, t in tensors.items()}
+    with MoE(linear, dtype="float32") as moe, torch.no_grad():
+        expected = moe.model(IDS).logits
+    save_file(twice, linear / FILE, {"format": "pt"})
+    with MoE(linear, dtype="float32") as moe, torch.no_grad():
+        assert torch.equal(moe.model(IDS).logits, expected)
+
+
+def test_the_packer_takes_them(tmp_path):
+    linear, _ = written("GptOss", None, tmp_path)
+    pack_checkpoint(str(linear), tmp_path / "packed", experts="int8")
+    with torch.no_grad():
+        with MoE(linear, dtype="float32") as moe:
+            expected = moe.model(IDS).logits
+        with MoE(tmp_path / "packed", dtype="float32") as moe:
+            assert distance(moe.model(IDS).logits, expected) < 0.05
 
 
 def test_one_that_is_not_there_is_named(tmp_path):

@@ -271,7 +271,7 @@ def arrange(x, x_bytes, out, num_rows, arrangement):  # type: ignore[no-untyped-
 
 @machine_code(types.void(*[types.int64] * 5))
 def arrange_by(x, x_bytes, out, num_rows, arranged_by):  # type: ignore[no-untyped-def]
-    """The same by the Arrangement at an address: to hand over a tuple of as many numbers takes
-    Python longer than few rows take.
+    """Arrange rows as `arrange` does, by the Arrangement at an address: to hand over its numbers as
+    a tuple takes Python longer than few rows take.
     """
     arrange(x, x_bytes, out, num_rows, _arrangement_at(arranged_by))

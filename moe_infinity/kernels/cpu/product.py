@@ -75,7 +75,7 @@ class Product:
 
     @property
     def arranged_by(self) -> array[int]:
-        """`arrangement` in memory."""
+        """The numbers of `arrangement` in memory, for `arrange_by`; it is chained last."""
         return self.kept[-1]
 
     @classmethod

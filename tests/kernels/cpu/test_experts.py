@@ -163,6 +163,21 @@ def test_gpt_oss_has_biases_and_rows_of_gate_and_up_in_turn(kind, monkeypatch):
         assert experts.largest_error(experts.compute(x, STARTS), x, STARTS) > 1
 
 
+@pytest.mark.parametrize(
+    ("kind", "width", "is_read"), [("gptq 32", 128, True), ("gptq 32", 160, False),
+                                   ("awq 32", 256, True), ("awq 32", 192, False)],
+)  # fmt: skip
+def test_biases_of_rows_that_two_blocks_compute_are_left_to_torch(
+    kind, width, is_read, monkeypatch
+):
+    monkeypatch.setattr("moe_infinity.kernels.cpu.product.BLOCK_BYTES", 1 << 12)
+    experts = Experts(kind, width, 256, act=LIMITED, is_interleaved=True, has_bias=True)
+    assert (experts.fused is not None) == is_read
+    if is_read:
+        x = torch.randn(11, width)
+        assert experts.largest_error(experts.compute(x, STARTS), x, STARTS) < 1
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_biases_may_have_any_dtype(dtype):
     experts = Experts("f32", 40, 24, act=Activation("relu2", is_gated=False), has_bias=True)
