@@ -4,6 +4,7 @@ gguf_files.py: each key that a config follows from has another value here.
 
 from __future__ import annotations
 
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +130,33 @@ def test_llama_cpp_sees_the_same_config(made, tmp_path):
     theirs = logits_of_llama_cpp(file, ids_of(40), tmp_path)
     of_tokens = [np.corrcoef(*pair)[0, 1] for pair in zip(ours[0], theirs[0], strict=True)]
     assert np.median(of_tokens) > 0.9999
+
+
+@pytest.mark.parametrize("made", [("glm5_next", 0)], indirect=True)
+def test_a_file_of_glm5_next_without_a_limit_has_none(made, tmp_path):
+    folder, file = made
+    keys: dict[str, Any] = dict.fromkeys(("swiglu_clamp_exp", "swiglu_clamp_shexp"))
+    unlimited = rewrite(
+        file, tmp_path / "unlimited.gguf", {f"glm5-next.{key}": v for key, v in keys.items()}
+    )
+    stock = stock_model(folder)
+    for module in stock.modules():
+        if hasattr(module, "swiglu_limit"):
+            module.swiglu_limit = inf
+    with torch.no_grad():
+        expected = stock(ids_of(40)).logits
+    assert distance(logits_of(unlimited, ids_of(40)), expected) < TOLERANCE
+    assert distance(logits_of(file, ids_of(40)), expected) > TOLERANCE
+
+
+@pytest.mark.parametrize("made", [("cohere2_moe", 1)], indirect=True)
+def test_scores_may_be_said_for_each_layer(made, tmp_path):
+    folder, file = made
+    key = "cohere2moe.expert_gating_func"
+    listed = rewrite(file, tmp_path / "listed.gguf", {key: [1, 1, 1, 1]})
+    with torch.no_grad():
+        expected = stock_model(folder)(ids_of(40)).logits
+    assert distance(logits_of(listed, ids_of(40)), expected) < TOLERANCE
 
 
 @pytest.mark.parametrize("made", [("deepseek_v2", 0)], indirect=True)

@@ -13,6 +13,7 @@ from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
 
 from moe_infinity.checkpoint.config_limits import check_config
 from moe_infinity.errors import CheckpointError, UnsupportedModelError
+from moe_infinity.gguf.derived import one_of
 from moe_infinity.gguf.fields import METADATA, Metadata
 from moe_infinity.gguf.file import WITH_CONFIG, GgufModel
 from moe_infinity.gguf.rope import rope_parameters
@@ -106,7 +107,7 @@ def _mapped(gguf: GgufModel, known: Metadata) -> dict[str, Any]:
     found = dict(known.fixed)
     fields = {**GGUF_CONFIG_MAPPING[known.like], "rope.dimension_count": None, **known.more}
     for key, name in fields.items():
-        value = _one(gguf.value(key))
+        value = one_of(gguf.value(key))
         if name is None or value is None or (key in ABSENT_IF_ZERO and value == 0):
             continue
         is_size = type(value) is int and name not in NOT_SIZES
@@ -118,19 +119,13 @@ def _mapped(gguf: GgufModel, known: Metadata) -> dict[str, Any]:
         if fields.get(key, key) is not None and gguf.value(key) is None:
             raise CheckpointError(f"{gguf.files[0]}: no {gguf.architecture}.{key}")
     for key, values in {**NEUTRAL, **known.neutral}.items():
-        value = _one(gguf.value(key, values[0]))
+        value = one_of(gguf.value(key, values[0]))
         if fields.get(key) is None and value not in values:
             raise UnsupportedModelError(
                 f"{gguf.files[0]}: {gguf.architecture}.{key} is {value!r:.40}, which a "
                 f"{known.model_type} model does not have\n{WITH_CONFIG}"
             )
     return found
-
-
-def _one(value: Any) -> Any:
-    """The one value of an array for all layers, if they have the same."""
-    is_same = isinstance(value, list) and len(value) > 0 and value.count(value[0]) == len(value)
-    return value[0] if is_same else value
 
 
 def _from_tensors(gguf: GgufModel) -> dict[str, Any]:

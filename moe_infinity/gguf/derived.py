@@ -29,6 +29,12 @@ def of_layers(gguf: GgufModel, key: str) -> list[Any]:
     return values[: gguf.num_layers]
 
 
+def one_of(value: Any) -> Any:
+    """Return the one value of an array for all layers, if they have the same."""
+    is_same = isinstance(value, list) and len(value) > 0 and value.count(value[0]) == len(value)
+    return value[0] if is_same else value
+
+
 def recurrent_head(gguf: GgufModel) -> int:
     """Return the width of a head of linear attention or Mamba 2. Raises CheckpointError."""
     heads = gguf.value("ssm.time_step_rank")
@@ -316,17 +322,12 @@ def mellum(gguf: GgufModel) -> dict[str, Any]:
 
 def cohere2(gguf: GgufModel) -> dict[str, Any]:
     """Return the kinds of layers of Cohere's models, and what norms add to the mean."""
-    return (
-        windows_by_period(gguf, 4)
-        | dense_first(gguf)
-        | {
-            "expert_selection_fn": "softmax"
-            if gguf.value("expert_gating_func") == 1
-            else "sigmoid",
-            "layer_norm_eps": gguf.value("attention.layer_norm_epsilon", 1e-5),
-            "rms_norm_eps": gguf.value("attention.layer_norm_rms_epsilon"),  # None: LayerNorm
-        }
-    )
+    is_softmax = one_of(gguf.value("expert_gating_func")) == 1
+    return windows_by_period(gguf, 4) | dense_first(gguf) | {
+        "expert_selection_fn": "softmax" if is_softmax else "sigmoid",
+        "layer_norm_eps": gguf.value("attention.layer_norm_epsilon", 1e-5),
+        "rms_norm_eps": gguf.value("attention.layer_norm_rms_epsilon"),  # None: LayerNorm
+    }  # fmt: skip
 
 
 def laguna(gguf: GgufModel) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any
 
 from moe_infinity.gguf import derived
@@ -231,7 +232,8 @@ METADATA: dict[str, Metadata] = {
         neutral=OF_SIGMOID, derived=derived.glm4,
     ),
     "glm5-next": Metadata(
-        "glm5_next", "qwen3_moe", GLM5_NEXT_FIELDS, ROUTED, neutral=OF_SIGMOID,
+        "glm5_next", "qwen3_moe", GLM5_NEXT_FIELDS, ROUTED | {"swiglu_limit": inf},
+        neutral=OF_SIGMOID,
         has_positions=False, whole="Glm5NextForConditionalGeneration", derived=derived.glm5_next,
     ),
     "gpt-oss": Metadata(

@@ -75,7 +75,7 @@ def _int8(b: Any, num_vectors: int, at: Any) -> Iterator[Any]:
 
 
 def _uint8(b: Any, num_vectors: int, at: Any) -> Iterator[Any]:
-    """Numbers less 128, the zero point of symmetric ones: the upper bit says the same of a sign."""
+    """Unsigned numbers less 128: with the upper bit inverted, a byte is that signed number."""
     for k in range(num_vectors):
         signed = b.xor(load(b, at, k * LANES, I8), all_lanes(I8, 0x80))
         yield b.sitofp(b.sext(signed, vector_of(I32)), FLOATS)
