@@ -217,7 +217,7 @@ class _LoadHook:
         self.packed: list[PackedDense] = []  # to be loaded after the rest
         self.lookups: list[Lookup] = []  # embeddings that are not loaded
         self._kind = kind
-        self._unties = False  # an embedding and the last layer have modules of their own now
+        self._unties = False  # weights that were tied are of several modules now
         self._reader = reader
         self._prepare = prepare
         self._reads_packed = reads_packed
@@ -277,8 +277,9 @@ class _LoadHook:
             _take_out_experts(model, layer)
         read_by_layers = {source_of(f"{dense.name}.weight", model) for dense in self.packed}
         looked_up = {source_of(f"{lookup.name}.weight", model) for lookup in self.lookups}
-        self._unties = not read_by_layers.isdisjoint(looked_up)
-        for name in [d.name for d in self.packed] + [table.name for table in self.lookups]:
+        taken = [d.name for d in self.packed] + [table.name for table in self.lookups]
+        self._unties = any(f"{name}.weight" in model.all_tied_weights_keys for name in taken)
+        for name in taken:
             _take_out(model, f"{name}.weight")
         for name in looked_up - read_by_layers:
             del plan.dense[name]
