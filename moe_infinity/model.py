@@ -59,6 +59,7 @@ from moe_infinity.prefixes.own_cache import own_cache
 from moe_infinity.report import Report
 from moe_infinity.snapshot import report_of
 from moe_infinity.streaming import TextStream, check_one_sequence, streamed_arguments
+from moe_infinity.system.garbage import no_garbage_collection
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -96,7 +97,7 @@ class MoE:
         self.vision_part = VisionPart(self.checkpoint, self.config.mmproj)
         self._lock = threading.RLock()
         self._is_closed = False
-        with torch.inference_mode(False):  # tensors made in that mode cannot be modified outside it
+        with torch.inference_mode(False), no_garbage_collection():  # tensors made in that mode stay
             self._device = ComputeDevice(self.config)
             loaded = self._load(on_bytes)
             self.model: Any = loaded.model

@@ -8,13 +8,17 @@ free within ANY_NUMBER.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
 from collections.abc import Container, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
 from transformers.activations import ACT2FN
 
 from moe_infinity.errors import CheckpointError, UnsupportedModelError
@@ -26,6 +30,7 @@ MAX_VALUES = 200_000
 MAX_SHOWN = 60  # characters of a value in an error
 # All layers together. Each may be an object of its own, which takes a millisecond to make.
 MAX_EXPERTS = 1 << 20
+MAX_MODULES = 400_000  # 10 s and 1 GB; a Switch of 2048 experts has half as many
 
 
 def _plain(number: float) -> str:
@@ -271,3 +276,23 @@ def _flat(value: Any) -> Iterator[Any]:
 def shown(value: Any) -> str:
     """A value in an error."""
     return printable(repr(value), MAX_SHOWN)
+
+
+@contextmanager
+def few_modules(checkpoint: str) -> Iterator[None]:
+    """Inside, a model is built. Raises CheckpointError once it has more modules than any: its
+    config has a number that no limit here knows.
+    """
+    numbers = itertools.count(1)
+
+    def count(module: nn.Module, name: str, part: nn.Module | None) -> None:
+        if next(numbers) > MAX_MODULES:
+            raise CheckpointError(
+                f"{checkpoint}: its config.json asks for more than {MAX_MODULES} modules"
+            )
+
+    hook = register_module_module_registration_hook(count)
+    try:
+        yield
+    finally:
+        hook.remove()

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,8 +17,6 @@ if TYPE_CHECKING:
     from moe_infinity.checkpoint.shared_reads import SharedRead
 
 MIN_MAPPED_BYTES = 1 << 30  # fewer are copied in less than a second
-
-logger = logging.getLogger(__name__)
 
 
 class ExpertLoader:
@@ -93,16 +90,21 @@ class ExpertLoader:
             where = f"{extent.file}: cannot be read at byte {extent.offset}"
             raise CheckpointError(f"{where}: {error.strerror or error}") from error
 
-    def is_present(self, key: ExpertKey) -> bool:
-        """True for an expert that `mapped` gives, and that the page cache has already."""
-        recipes = self.recipes[key.moe_layer_idx]
+    def present(self, keys: Sequence[ExpertKey]) -> Iterator[ExpertKey]:
+        """Yield those of some experts of one layer that `mapped` gives, and that the page cache has
+        already.
+        """
+        recipes = self.recipes[keys[0].moe_layer_idx]
+        has_all = recipes.is_stacked and self._are_cached(recipes.stored())
+        for key in keys:
+            own = (extent for each in recipes.recipes for extent in each.extents(key.expert_idx))
+            is_cached = has_all or self._are_cached(own)
+            if is_cached and recipes.stretches(key.expert_idx) is not None:
+                yield key
+
+    def _are_cached(self, extents: Iterable[Extent]) -> bool:
         try:
-            is_cached = all(  # looked at first: of a file on the disk it costs one question
-                self._reader.is_cached(extent)
-                for recipe in recipes.recipes
-                for extent in recipe.extents(key.expert_idx)
-            )
-            return is_cached and recipes.stretches(key.expert_idx) is not None
+            return all(map(self._reader.is_cached, extents))
         except (OSError, CheckpointError):  # `read` says what is wrong
             return False
 
@@ -111,19 +113,20 @@ class ExpertLoader:
         take seconds, and the system can map files.
         """
         extent = self._some_mappable()
-        if extent is None:
-            return False
-        first = Extent(extent.file, extent.offset, 1)
-        try:
-            self._reader.read_into(first, self._reader.mapped(first))
-        except OSError as error:
-            logger.info("experts are copied, as files cannot be mapped: %s", error)
-            return False
-        return True
+        return extent is not None and self._reader.can_map(extent)
 
     def changed_file(self) -> Path | None:
-        """Return a file that was changed whose experts are used in the page cache, or None."""
+        """Return a file that was changed whose weights are used in the page cache, or None."""
         return self._reader.changed_file()
+
+    def map_changed(self) -> None:
+        """Have the bytes of changed files where they are used. Raises CheckpointError."""
+        try:
+            self._reader.map_changed()
+        except CheckpointError:  # is an OSError
+            raise
+        except OSError as error:
+            raise CheckpointError(f"a changed file cannot be mapped: {error.strerror}") from error
 
     def lie_in_blocks(self) -> None:
         """Let experts lie in slots so that reads past the page cache need no copy."""

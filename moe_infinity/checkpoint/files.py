@@ -68,6 +68,10 @@ class OpenFile:
         weakref.finalize(mapped, bus_errors.guard(address_of(view), len(view)))
         return view
 
+    def map_over(self, address: int, num_bytes: int) -> None:
+        """Map the file in place of one that was mapped by `map`. Raises OSError."""
+        linux.map_over(address, num_bytes, self._cached.descriptor)
+
     def read_if_cached(self, chunk: Chunk) -> bool:
         """Copy the chunk from the page cache if all of it is there. Reads nothing from the disk.
 
@@ -137,6 +141,14 @@ class MappedFile:
         self.bytes = file.map()
         self._num_gone = bus_errors.count
         self._address = address_of(self.bytes)
+
+    def map_again(self, file: OpenFile) -> None:
+        """Map the same bytes of a file opened anew to where they were: some were gone, or others.
+        Raises OSError.
+        """
+        file.map_over(self._address, len(self.bytes))
+        self.file = file
+        self._num_gone = bus_errors.count
 
     def is_right(self) -> bool:
         """Return False if the file was changed, or bytes of any mapped file were gone: what was

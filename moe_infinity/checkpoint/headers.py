@@ -63,6 +63,10 @@ class Extent:
     def end(self) -> int:
         return self.offset + self.num_bytes
 
+    def after(self, count: int) -> Extent:
+        """The extent of the same size that begins `count` sizes further on."""
+        return Extent(self.file, self.offset + count * self.num_bytes, self.num_bytes)
+
     def equal_part(self, index: int, count: int) -> Extent:
         """Part number `index` of `count` equal parts."""
         size = self.num_bytes // count

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -133,8 +133,23 @@ class LayerRecipes:
         stretches, or are converted.
         """
         if expert_idx not in self._stretches:
-            self._stretches[expert_idx] = self._find_stretches(expert_idx)
+            is_like_first = expert_idx > 0 and self.is_stacked
+            found = self.stretches(0) if is_like_first else self._find_stretches(expert_idx)
+            if is_like_first and found is not None:  # quickly: there may be 10,000
+                found = {name: first.after(expert_idx) for name, first in found.items()}
+            self._stretches[expert_idx] = found
         return self._stretches[expert_idx]
+
+    @property
+    def is_stacked(self) -> bool:
+        """True if each stored weight has all experts, one after the other."""
+        return all(source.num_parts for recipe in self.recipes for source in recipe.sources)
+
+    def stored(self) -> Iterator[Extent]:
+        """Yield the bytes of all experts in files."""
+        for source in (source for recipe in self.recipes for source in recipe.sources):
+            for weight in source.weights:
+                yield from (part.extent for _, part in weight.parts)
 
     def _find_stretches(self, expert_idx: int) -> dict[str, Extent] | None:
         found: dict[str, Extent] = {}
@@ -151,6 +166,8 @@ class LayerRecipes:
 
     def num_mappable(self, num_experts: int) -> int:
         """How many experts lie in files so that they can be used there. 0 unless nearly all do."""
+        if self.is_stacked:
+            return num_experts if self.stretches(0) is not None else 0
         whole = sum(self.stretches(expert_idx) is not None for expert_idx in range(num_experts))
         return whole if whole >= MIN_MAPPED_SHARE * num_experts else 0
 

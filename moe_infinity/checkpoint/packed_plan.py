@@ -40,9 +40,20 @@ class PackedDense:
     num_bytes: int
     moved: Undo | None  # what undoes a change of the order of columns
 
-    def put_into(self, model: nn.Module, reader: Reader) -> None:
-        """Read the weight, and replace the linear layer by one that multiplies with it."""
-        memory = uint8_memory(self.num_bytes)
+    @property
+    def is_one_stretch(self) -> bool:
+        """True if the file has the weight as memory would, so that it can be used there."""
+        return len(self.parts) == 1 and self.parts[0][0].undo is None
+
+    def put_into(self, model: nn.Module, reader: Reader, *, in_page_cache: bool) -> None:
+        """Read the weight, and replace the linear layer by one that multiplies with it. It stays in
+        the page cache if it may.
+        """
+        if in_page_cache and self.is_one_stretch:
+            mapped = reader.mapped(self.parts[0][0].extent)
+            memory = torch.frombuffer(mapped, dtype=torch.uint8)
+        else:
+            memory = uint8_memory(self.num_bytes)
         for tensor, offset in self.parts:
             part = memory[offset : offset + tensor.extent.num_bytes]
             reader.read_into(tensor.extent, part.numpy().data)

@@ -66,6 +66,7 @@ class Plan:
     header_bytes: int  # read to know all this
     part_bytes: PartBytes  # that a layer allocates beside attention and experts
     row_bytes: int = 0  # of packed embeddings in `dense`, which a CPU reads by row
+    dense_in_page_cache: int = 0  # bytes of weights that are used there, as mapped experts are
 
     @property
     def expert_bytes(self) -> int:
@@ -95,9 +96,7 @@ class Plan:
 
     @property
     def shared_expert_bytes(self) -> int:
-        """The part of the dense bytes that every token uses beside its experts, by the usual
-        names.
-        """
+        """The dense bytes that every token uses beside its experts, by the usual names."""
         found = (weight for name, weight in self.dense.items() if SHARED_EXPERT.search(name))
         return stored_bytes(found)
 

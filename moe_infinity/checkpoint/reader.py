@@ -60,6 +60,7 @@ class Reader:
         self._threads: ReadThreads | None = None
         self._files: dict[Path, OpenFile] = {}
         self._mapped: dict[Path, MappedFile] = {}
+        self._doubtful: set[Path] = set()  # mapped files of which a read failed
         self._first: dict[Path, Fingerprint] = {}  # of files when they were first opened
         self._lock = threading.Lock()
         self._thread = threading.local()  # a bounce buffer, and whether its reads give way
@@ -122,9 +123,22 @@ class Reader:
         """
         with self._lock:
             file = self._mapped.get(extent.file)
-            if file is None or not file.is_right():
+            if file is None:
                 file = self._mapped[extent.file] = MappedFile(self._opened(extent.file))
+            elif extent.file in self._doubtful or not file.is_right():
+                file.map_again(self._opened(extent.file))
+                self._doubtful.discard(extent.file)
         return file.bytes[extent.offset : extent.offset + extent.num_bytes]
+
+    def can_map(self, extent: Extent) -> bool:
+        """Return True if the system can map the file of an extent, and read into the page cache."""
+        first = Extent(extent.file, extent.offset, 1)
+        try:
+            self.read_into(first, self.mapped(first))
+        except OSError as error:
+            logger.info("weights are copied, as files cannot be mapped: %s", error)
+            return False
+        return True
 
     def is_cached(self, extent: Extent) -> bool:
         """Ask if the page cache has an extent. Raises OSError, CheckpointError."""
@@ -133,13 +147,21 @@ class Reader:
 
     def changed_file(self) -> Path | None:
         """Return a file that was changed, or of which bytes are gone, and whose bytes are used
-        where the page cache has them. They have to be mapped anew, and what was computed with them
-        meanwhile may be wrong.
+        where the page cache has them: what was computed with them meanwhile may be wrong.
         """
         for path, mapped in list(self._mapped.items()):
             if not mapped.is_right():
                 return path
         return None
+
+    def map_changed(self) -> None:
+        """Map the files anew that were changed, to where their bytes are used. Raises OSError,
+        CheckpointError for one that is not what it was.
+        """
+        with self._lock:
+            for path, mapped in self._mapped.items():
+                if not mapped.is_right():
+                    mapped.map_again(self._opened(path))
 
     @contextmanager
     def giving_way(self, until: Callable[[], bool] = lambda: False) -> Iterator[None]:
@@ -225,7 +247,7 @@ class Reader:
         except OSError as error:
             with self._lock:  # the next read opens it anew: it may be replaced by a whole one
                 self._files.pop(chunk.file, None)
-                self._mapped.pop(chunk.file, None)
+                self._doubtful.add(chunk.file)
             if isinstance(error, CheckpointError):
                 raise
             where = f"{chunk.file}: cannot be read at byte {chunk.offset + chunk.num_done}"

@@ -22,6 +22,7 @@ from moe_infinity.config import OffloadConfig
 from moe_infinity.errors import CheckpointError, ConfigError, DownloadError, MoEInfinityError
 from moe_infinity.predict.history import check_place
 from moe_infinity.predict.predictor import check_policy
+from moe_infinity.system.garbage import no_garbage_collection
 
 if TYPE_CHECKING:
     from moe_infinity.cli.hub import Download
@@ -126,18 +127,6 @@ def _agrees(download: Download) -> bool:
 
 
 @contextmanager
-def importing() -> Iterator[None]:
-    """Inside, torch and transformers are imported, which takes seconds. Python does not look for
-    garbage meanwhile: it finds little, and takes a quarter of the time.
-    """
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-
-
-@contextmanager
 def open_model(model: str, *, yes: bool, **options: Any) -> Iterator[MoE]:
     """A checkpoint folder, GGUF file or hub id as a MoE, closed when the command ends. Shows how
     far it is loaded. `yes`: a model that is not here is downloaded without a question.
@@ -146,7 +135,7 @@ def open_model(model: str, *, yes: bool, **options: Any) -> Iterator[MoE]:
     """
     config = config_of(options)
     checkpoint = checkpoint_for(model, yes=yes, cluster=options.get("cluster"))
-    with importing():
+    with no_garbage_collection():
         from moe_infinity.cluster.model import ClusterMoE
         from moe_infinity.model import MoE
     model_class = ClusterMoE if isinstance(config, ClusterConfig) else MoE

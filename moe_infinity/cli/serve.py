@@ -11,13 +11,14 @@ from typing import Annotated, Any
 
 import typer
 
-from moe_infinity.cli.models import checkpoint_for, config_of, importing, open_model
+from moe_infinity.cli.models import checkpoint_for, config_of, open_model
 from moe_infinity.cli.options import Model, ModelOptions, Yes, taken, with_options_of
 from moe_infinity.cli.terminal import talk
 from moe_infinity.cluster.config import ClusterOptions, ReplicaOptions
 from moe_infinity.errors import ConfigError
 from moe_infinity.server import limits
 from moe_infinity.server.config import ServeConfig
+from moe_infinity.system.garbage import no_garbage_collection
 
 NEEDS = ("fastapi", "uvicorn", "prometheus_client")
 OF_CHAT_WITH_SERVER = ("url", "api_key", "max_new_tokens", "temperature", "top_p", "seed")
@@ -58,7 +59,7 @@ def serve(model: Model, yes: Yes = False, help_limits: HelpLimits = False, **opt
     config_of(options)
     config.keys()  # a file that cannot be read is an error before anything slow
     checkpoint_for(model, yes=yes, cluster=options["cluster"])
-    with importing():
+    with no_garbage_collection():
         from moe_infinity.server.serve import bound_sockets, serve_model
 
     if config.served_name is None and not Path(model).exists():

@@ -44,7 +44,7 @@ def build_experts(
 ) -> LocalExperts:
     """Build the experts of this process. Raises ConfigError for budgets that do not fit."""
     loader = ExpertLoader(plan.recipes, reader, [layer.num_experts for layer in plan.layers])
-    memory = ProcessMemory(config.memory_bytes)
+    memory = ProcessMemory(config.memory_bytes, in_page_cache=plan.dense_in_page_cache)
     is_here = device_slots is None
     free_bytes = free_for_experts(memory, plan, config, computes_here=is_here)
     in_blocks = device_slots is None and not config.is_exact  # if experts are copied to slots
@@ -74,7 +74,7 @@ def build_experts(
         room=room,
         bookkeeping=bookkeeping,
         loader=loader,
-        preloader=Preloader(bookkeeping, loader.in_file_order, loader.is_present),
+        preloader=Preloader(bookkeeping, loader.in_file_order, loader.present),
         description=f"{plan.packing or 'as stored'}, {ways}{where}",
         stored_expert_bytes=sum(stored.values()),
     )

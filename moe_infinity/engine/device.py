@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from moe_infinity.checkpoint import expert_loader
 from moe_infinity.checkpoint.packed_plan import packed_on_load
 from moe_infinity.checkpoint.plan import Plan
 from moe_infinity.config import OffloadConfig
@@ -19,6 +20,7 @@ from moe_infinity.memory.cuda import CudaDevice, open_cuda_device
 from moe_infinity.memory.device import SLOT_ALIGNMENT, DeviceSlots, num_device_slots, round_up
 from moe_infinity.memory.room import ProcessMemory
 from moe_infinity.sizes import format_bytes
+from moe_infinity.system import linux
 
 if TYPE_CHECKING:
     from moe_infinity.architectures.early_router import EarlyRouter
@@ -63,14 +65,25 @@ class ComputeDevice:
         """True if the model computes on the CPU, as experts do; known once `prepare` has run."""
         return self.slots is None and self.device.type == "cpu"
 
-    def prepare(self, plan: Plan, dense_bytes: int) -> Plan:
-        """Before anything large is read: how experts lie in slots, and the slots of the device.
-        Raises ConfigError.
+    def prepare(self, plan: Plan, dense_bytes: int, mappable_bytes: int) -> Plan:
+        """Before anything large is read: how experts lie in slots, the slots of the device, and if
+        dense weights, of which `mappable_bytes` lie in files as in memory, are used there. Raises
+        ConfigError.
         """
         plan = in_slots(plan, self._config)
         if self._cuda_device is not None:
             self.slots = self._make_slots(self._cuda_device, plan, dense_bytes)
+        if self.is_cpu and self._has_room_for_all(plan, dense_bytes):
+            plan.dense_in_page_cache = mappable_bytes
         return plan
+
+    def _has_room_for_all(self, plan: Plan, dense_bytes: int) -> bool:
+        """Return True if memory has room for all weights of a large model, and files are mapped."""
+        if plan.expert_bytes < expert_loader.MIN_MAPPED_BYTES or not linux.is_linux():
+            return False
+        step = plan.step_bytes(self._config.kv_dtype, self._config.is_exact).from_the_start()
+        left = ProcessMemory(self._config.memory_bytes).left()
+        return plan.expert_bytes + dense_bytes + step <= left
 
     def _make_slots(self, cuda_device: CudaDevice, plan: Plan, dense_bytes: int) -> DeviceSlots:
         expert_bytes = max(recipes.layout.slot_bytes for recipes in plan.recipes)

@@ -9,7 +9,7 @@ leaves first: it is transient, as what prefill brings.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from threading import Event, Thread
 
@@ -34,7 +34,8 @@ class Preloader:
         self,
         bookkeeping: Bookkeeping,
         in_file_order: Callable[[list[ExpertKey]], Sequence[ExpertKey]],
-        is_present: Callable[[ExpertKey], bool],  # in the page cache, where it can be used
+        # Those of some of a layer that the page cache has where they can be used.
+        present: Callable[[Sequence[ExpertKey]], Iterable[ExpertKey]],
     ) -> None:
         tier = bookkeeping.tiers[-1]
         self._slots = tier.slots
@@ -43,7 +44,7 @@ class Preloader:
         self._mover: Mover = tier.mover
         self._books = bookkeeping
         self._in_file_order = in_file_order
-        self._is_present = is_present
+        self._present = present
         self._keys: Sequence[ExpertKey] | None = None  # of all experts, in that order
         self._planned: list[ExpertKey] = []  # the next one last
         self._most_loading = min(MOST_LOADING, tier.table.num_slots // LOADING_SHARE)
@@ -56,12 +57,13 @@ class Preloader:
         if not isinstance(self._slots, MappedSlots):
             return
         for moe_layer_idx in range(len(self._books.keys)):
-            for key in self._books.local_keys(moe_layer_idx):
+            local = self._books.local_keys(moe_layer_idx)
+            absent = [key for key in local if self._table.lookup(key) is None]
+            for key in self._present(absent) if absent else ():
                 if not self._table.num_free:
                     return
-                if self._table.lookup(key) is None and self._is_present(key):
-                    self._slots.bytes_for(self._table.begin_load(key, Phase.PREFILL), key)
-                    self._table.finish_load(key)
+                self._slots.bytes_for(self._table.begin_load(key, Phase.PREFILL), key)
+                self._table.finish_load(key)
 
     def advance(self) -> bool:
         """Enter the experts that arrived and begin the next loads. Returns False once nothing is

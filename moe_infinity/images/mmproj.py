@@ -25,7 +25,7 @@ import transformers
 from torch import Tensor
 from transformers.core_model_loading import Concatenate, WeightConverter
 
-from moe_infinity.checkpoint.config_limits import check_config
+from moe_infinity.checkpoint.config_limits import check_config, few_modules
 from moe_infinity.checkpoint.file_names import find_gguf
 from moe_infinity.checkpoint.headers import StoredTensor
 from moe_infinity.checkpoint.plan import Weights
@@ -35,7 +35,7 @@ from moe_infinity.gguf.map import SUFFIXES
 from moe_infinity.gguf.names import weight_of
 from moe_infinity.images.projectors import PROJECTORS, Projector
 from moe_infinity.loading.kind import Kind
-from moe_infinity.loading.model import NO_MODEL, few_modules
+from moe_infinity.loading.model import NO_MODEL
 from moe_infinity.printable import printable
 from moe_infinity.system.files import expanded
 

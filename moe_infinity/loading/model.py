@@ -7,12 +7,11 @@ the parameters out of the modules, and hand the stock method the remaining tenso
 demand.
 
 Private names of transformers used here: `_load_pretrained_model`, `_from_config`,
-`LoadStateDictConfig.weight_mapping`. Others are in plan.py and recipe.py.
+`LoadStateDictConfig.weight_mapping`, `_is_hf_initialized`. Others are in plan.py and recipe.py.
 """
 
 from __future__ import annotations
 
-import itertools
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -26,12 +25,11 @@ import torch
 import transformers
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_module_registration_hook
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.utils import logging
 
 from moe_infinity.architectures.adapters import ExpertsModule
-from moe_infinity.checkpoint.config_limits import as_meant
+from moe_infinity.checkpoint.config_limits import as_meant, few_modules
 from moe_infinity.checkpoint.file_names import checkpoint_files
 from moe_infinity.checkpoint.headers import STORED_NAMES, StoredTensor, read_headers
 from moe_infinity.checkpoint.linear_experts import rules_of_linear_experts
@@ -53,7 +51,6 @@ NO_MODEL = (
     ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError,
     ValueError,
 )  # fmt: skip
-MAX_MODULES = 400_000  # 10 s and 1 GB; a Switch of 2048 experts has half as many
 
 
 @dataclass(slots=True)
@@ -123,7 +120,7 @@ def load_without_experts(
     trust_remote_code: bool,
     num_read_threads: int,
     device: torch.device,
-    prepare: Callable[[Plan, int], Plan],
+    prepare: Callable[[Plan, int, int], Plan],
     reads_packed: Callable[[WeightLayout], bool],
     least_table_bytes: int | None,
     on_bytes: Callable[[int, int], None],
@@ -132,11 +129,12 @@ def load_without_experts(
     disk. `config_from`: a folder or hub id whose config is used instead; `beside` adds to the kind
     what a file beside the GGUF file has.
 
-    Before dense weights are read, `prepare` is called with the plan and the bytes that they will
-    take in memory; the plan that it returns is used. Packed dense weights that kernels read, as
-    `reads_packed` says, stay packed. Embeddings of so many bytes as `least_table_bytes` (None: any)
-    read their rows from the file. `on_bytes` gets bytes of dense weights that were read, and of
-    all, from several threads. Raises UnsupportedModelError, CheckpointError.
+    Before dense weights are read, `prepare` is called with the plan, the bytes that they will take
+    in memory, and how many of these the page cache may have; the plan that it returns is used.
+    Packed dense weights that kernels read, as `reads_packed` says, stay packed. Embeddings of so
+    many bytes as `least_table_bytes` (None: any) read their rows from the file. `on_bytes` gets
+    bytes of dense weights that were read, and of all, from several threads. Raises
+    UnsupportedModelError, CheckpointError.
     """
     kind = find_kind(checkpoint, config_from=config_from, trust_remote_code=trust_remote_code)
     kind = beside(kind)
@@ -207,7 +205,7 @@ class _LoadHook:
         self,
         kind: Kind,
         reader: Reader,
-        prepare: Callable[[Plan, int], Plan],
+        prepare: Callable[[Plan, int, int], Plan],
         reads_packed: Callable[[WeightLayout], bool],
         least_table_bytes: int | None,
         on_bytes: Callable[[int, int], None],
@@ -217,6 +215,7 @@ class _LoadHook:
         self.packed: list[PackedDense] = []  # to be loaded after the rest
         self.lookups: list[Lookup] = []  # embeddings that are not loaded
         self._kind = kind
+        self._dense_bytes = 0  # of the checkpoint
         self._unties = False  # weights that were tied are of several modules now
         self._reader = reader
         self._prepare = prepare
@@ -226,13 +225,16 @@ class _LoadHook:
 
     def note_read(self) -> None:
         """Report how many bytes of dense weights were read so far."""
-        assert self.plan is not None
-        self._on_bytes(self._reader.bytes_read, self.plan.dense_bytes)
+        self._on_bytes(self._reader.bytes_read, self._dense_bytes)
 
     def put_into(self, model: nn.Module) -> None:
         """Give a loaded model the weights that stay packed, and those that stay on disk."""
+        assert self.plan is not None
+        mappable = (dense.parts[0][0].extent for dense in self.packed if dense.is_one_stretch)
+        if self.plan.dense_in_page_cache and not self._reader.can_map(next(mappable)):
+            self.plan.dense_in_page_cache = 0
         for dense in self.packed:
-            dense.put_into(model, self._reader)
+            dense.put_into(model, self._reader, in_page_cache=self.plan.dense_in_page_cache > 0)
             self.note_read()
         for lookup in self.lookups:
             lookup.put_into(model, self._reader)
@@ -284,32 +286,15 @@ class _LoadHook:
         for name in looked_up - read_by_layers:
             del plan.dense[name]
         dense_bytes = sum(param.nbytes for param in model.parameters())
-        self.plan = self._prepare(plan, dense_bytes + sum(one.num_bytes for one in self.packed))
+        dense_bytes += sum(one.num_bytes for one in self.packed)
+        mappable = (one.num_bytes for one in self.packed if one.is_one_stretch)
+        self.plan = self._prepare(plan, dense_bytes, sum(mappable))
+        self._dense_bytes = plan.dense_bytes
         return {
             name: StoredSlice(weight, self._reader, dtype, self.note_read)
             for name, weight in self.plan.dense.items()
             if name not in read_by_layers
         }
-
-
-@contextmanager
-def few_modules(checkpoint: str) -> Iterator[None]:
-    """Inside, a model is built. Raises CheckpointError once it has more modules than any: its
-    config has a number that no limit of config_limits.py knows.
-    """
-    numbers = itertools.count(1)
-
-    def count(module: nn.Module, name: str, part: nn.Module | None) -> None:
-        if next(numbers) > MAX_MODULES:
-            raise CheckpointError(
-                f"{checkpoint}: its config.json asks for more than {MAX_MODULES} modules"
-            )
-
-    hook = register_module_module_registration_hook(count)
-    try:
-        yield
-    finally:
-        hook.remove()
 
 
 def _unbuildable(checkpoint: str, error: Exception) -> CheckpointError:
@@ -390,7 +375,9 @@ def _take_out_experts(model: Any, layer: ExpertsModule) -> None:
 
 
 def _take_out(model: Any, param_name: str) -> None:
-    """Remove a parameter and its tie. A meta tensor stays, which transformers' init may touch."""
+    """Remove a parameter and its tie. A meta tensor stays, which transformers' init may touch; of
+    a module without others it need not make random numbers.
+    """
     model.all_tied_weights_keys.pop(param_name, None)
     owner_name, _, name = param_name.rpartition(".")
     owner = model.get_submodule(owner_name)
@@ -398,3 +385,5 @@ def _take_out(model: Any, param_name: str) -> None:
     assert param is not None, param_name
     meta = torch.empty_like(param, device="meta", requires_grad=False)
     object.__setattr__(owner, name, meta)
+    if not [*owner.parameters(recurse=False), *owner.buffers(recurse=False)]:
+        owner._is_hf_initialized = True

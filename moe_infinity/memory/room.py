@@ -46,9 +46,10 @@ def margin_of(machine_bytes: int) -> int:
 class ProcessMemory:
     """The bytes that this process may take."""
 
-    def __init__(self, num_bytes: int | None) -> None:
-        """None: those that it has and those that are free. Raises ConfigError for more than the
-        machine has, and NotTold.
+    def __init__(self, num_bytes: int | None, *, in_page_cache: int = 0) -> None:
+        """None: those that it has and those that are free. `in_page_cache` are bytes of files that
+        count as free, and are used all the time. Raises ConfigError for more than the machine has,
+        and NotTold.
         """
         machine_bytes = machine_memory_bytes()
         self._margin = margin_of(machine_bytes)
@@ -60,10 +61,12 @@ class ProcessMemory:
         if num_bytes is None:
             num_bytes = own_bytes() + available_memory_bytes() - self._margin
         self.num_bytes = num_bytes
+        self._in_page_cache = in_page_cache
 
     def left(self) -> int:
         """The bytes that it may still take; below 0 if it or another program took too many."""
-        return min(self.num_bytes - own_bytes(), available_memory_bytes() - self._margin)
+        left = min(self.num_bytes - own_bytes(), available_memory_bytes() - self._margin)
+        return left - self._in_page_cache
 
 
 class Room:

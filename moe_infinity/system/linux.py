@@ -23,7 +23,8 @@ MADV_POPULATE_READ = 22  # of Linux 5.14; makes pages present, and reports a fai
 MAP_NORESERVE = 0x4000
 PAGE_BYTES = mmap.PAGESIZE
 READ_AND_WRITE = 0x3
-ZEROS_IN_PLACE = MAP_NORESERVE | 0x32  # private, anonymous, in place of what is mapped there
+IN_PLACE = 0x12  # private, in place of what is mapped there
+ZEROS_IN_PLACE = MAP_NORESERVE | IN_PLACE | 0x20  # anonymous
 SA_SIGINFO = 4
 AGAIN = (errno.EINTR, errno.EAGAIN)
 MOST_TRIES = 1000
@@ -65,6 +66,10 @@ def libc() -> ctypes.CDLL:
     """The C library. Its calls let other threads run."""
     library = ctypes.CDLL(None, use_errno=True)
     library.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    library.mmap.restype = ctypes.c_void_p
+    library.mmap.argtypes = (
+        ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long,
+    )  # fmt: skip
     return library
 
 
@@ -101,6 +106,14 @@ def populate(address: int, num_bytes: int) -> None:
         if (code := ctypes.get_errno()) not in AGAIN:
             break
     raise OSError(code, os.strerror(code))
+
+
+def map_over(address: int, num_bytes: int, descriptor: int) -> None:
+    """Map an open file, private, in place of what is mapped there. Raises OSError."""
+    flags = MAP_NORESERVE | IN_PLACE
+    if libc().mmap(address, num_bytes, READ_AND_WRITE, flags, descriptor, 0) != address:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
 
 
 def drop_pages(address: int, num_bytes: int) -> None:

@@ -17,18 +17,18 @@ from torch import nn
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from moe_infinity import CheckpointError, MoE, MoEInfinityError, UnsupportedModelError
+from moe_infinity.checkpoint import config_limits
 from moe_infinity.checkpoint.config_limits import (
     GENERATION,
     MODEL,
     NumberRange,
     check_config,
     check_generation_config,
+    few_modules,
     read_object,
 )
 from moe_infinity.inspection import inspect_checkpoint
-from moe_infinity.loading import model as loading
 from moe_infinity.loading.kind import find_kind, load_tokenizer
-from moe_infinity.loading.model import few_modules
 from tests.conftest import save_tokenizer
 
 DEEP: list[Any] = functools.reduce(lambda inner, _: [inner], range(33), [])
@@ -135,7 +135,7 @@ def test_a_file_that_is_too_deep_large_or_long_is_refused(tmp_path):
 
 def test_a_model_of_too_many_modules_is_not_built(monkeypatch):
     """Whatever key of its config asks for them."""
-    monkeypatch.setattr(loading, "MAX_MODULES", 100)
+    monkeypatch.setattr(config_limits, "MAX_MODULES", 100)
     with few_modules("folder"), torch.device("meta"):
         nn.Sequential(*(nn.Identity() for _ in range(100)))
     with (
