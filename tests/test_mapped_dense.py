@@ -22,6 +22,7 @@ from moe_infinity.memory.room import ProcessMemory
 from moe_infinity.system import linux
 from tests.closeness import logits_of_steps
 from tests.gguf_files import WIDE, build
+from tests.on_demand import ON_DEMAND
 from tests.test_mapped import IDS, can_map, small_models_are_mapped
 from tools.convert_to_gguf import convert
 
@@ -108,8 +109,7 @@ def test_bytes_that_were_gone_while_they_were_used_come_back(gguf_file):
     """Zeros took their place: without a new mapping they would stay, and tokens be wrong."""
     whole = gguf_file.read_bytes()
     settings: dict[str, Any] = {"do_sample": False, "max_new_tokens": 8}
-    with MoE(gguf_file, preload="wait") as moe, torch.no_grad():
-        moe.preload()
+    with MoE(gguf_file, **ON_DEMAND) as moe, torch.no_grad():
         found = moe.generate(IDS, **settings)
         logits = moe.model(IDS).logits
         before = bus_errors.count
