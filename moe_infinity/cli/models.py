@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.filesize import decimal
 
+from moe_infinity.cli.read_ahead import reading_ahead
 from moe_infinity.cli.terminal import byte_bar, count_bar, shown, stderr, write
 from moe_infinity.cluster.config import ClusterConfig
 from moe_infinity.config import OffloadConfig
@@ -135,12 +136,13 @@ def open_model(model: str, *, yes: bool, **options: Any) -> Iterator[MoE]:
     """
     config = config_of(options)
     checkpoint = checkpoint_for(model, yes=yes, cluster=options.get("cluster"))
-    with no_garbage_collection():
-        from moe_infinity.cluster.model import ClusterMoE
-        from moe_infinity.model import MoE
-    model_class = ClusterMoE if isinstance(config, ClusterConfig) else MoE
-    with byte_bar("loading weights") as on_bytes:
-        moe = model_class(checkpoint, config, on_bytes=on_bytes)
+    with reading_ahead(checkpoint, config):
+        with no_garbage_collection():
+            from moe_infinity.cluster.model import ClusterMoE
+            from moe_infinity.model import MoE
+        model_class = ClusterMoE if isinstance(config, ClusterConfig) else MoE
+        with byte_bar("loading weights") as on_bytes:
+            moe = model_class(checkpoint, config, on_bytes=on_bytes)
     with moe:
         # Else Python looks through all that was imported and loaded now and then, in 0.3 s.
         gc.freeze()

@@ -13,6 +13,7 @@ import typer
 
 from moe_infinity.cli.models import checkpoint_for, config_of, open_model
 from moe_infinity.cli.options import Model, ModelOptions, Yes, taken, with_options_of
+from moe_infinity.cli.read_ahead import reading_ahead
 from moe_infinity.cli.terminal import talk
 from moe_infinity.cluster.config import ClusterOptions, ReplicaOptions
 from moe_infinity.errors import ConfigError
@@ -56,10 +57,10 @@ def serve(model: Model, yes: Yes = False, help_limits: HelpLimits = False, **opt
     several = taken(ReplicaOptions, options)
     if several.replicas is not None:
         require_extra(["ray"], "cluster")
-    config_of(options)
+    of_model = config_of(options)
     config.keys()  # a file that cannot be read is an error before anything slow
-    checkpoint_for(model, yes=yes, cluster=options["cluster"])
-    with no_garbage_collection():
+    here = checkpoint_for(model, yes=yes, cluster=options["cluster"])
+    with reading_ahead(here, of_model), no_garbage_collection():
         from moe_infinity.server.serve import bound_sockets, serve_model
 
     if config.served_name is None and not Path(model).exists():
@@ -67,7 +68,6 @@ def serve(model: Model, yes: Yes = False, help_limits: HelpLimits = False, **opt
     if several.replicas is not None:
         from moe_infinity.cluster.serving import serve_replicas
 
-        here = checkpoint_for(model, yes=yes, cluster=options["cluster"])
         serve_replicas(here, config, options, replicas=several.replicas, router=several.router)
         return
     with bound_sockets(config) as sockets, open_model(model, yes=yes, **options) as moe:
