@@ -30,7 +30,7 @@ def nothing_is_frozen() -> Iterator[None]:
 @pytest.mark.usefixtures("nothing_is_frozen")
 def test_what_is_made_meanwhile_counts_as_old():
     with no_garbage_collection():
-        made = [[] for _ in range(100_000)]
+        made: list[list[int]] = [[] for _ in range(100_000)]
     assert len(gc.get_objects(generation=2)) > len(made)
     assert len(gc.get_objects(generation=0)) < len(made)
 
