@@ -6,7 +6,7 @@ attention, runs on random tokens; so does the kernel, with every way to rotate h
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from inspect import signature
 from itertools import product
@@ -154,11 +154,7 @@ def find_attention(layer: nn.Module, rotations: Sequence[nn.Module]) -> Verdict[
     """Find how the kernel has to see a layer of the usual parts so that both give the same."""
     if not rotations:
         return FellBack("the model has no rotary embedding")
-    unpacked = {
-        name: child.packed.unpacked(torch.float32)
-        for name, child in attention_of(layer).named_children()
-        if isinstance(child, PackedLinear)
-    }
+    unpacked: dict[str, Tensor] = {}
     return first_found(
         verdict(partial(_search_attention, layer, rotation, unpacked, gives_two=gives_two))
         for rotation in rotations
@@ -167,7 +163,7 @@ def find_attention(layer: nn.Module, rotations: Sequence[nn.Module]) -> Verdict[
 
 
 def _search_attention(
-    layer: nn.Module, rotation: nn.Module, unpacked: Mapping[str, Tensor], *, gives_two: bool
+    layer: nn.Module, rotation: nn.Module, unpacked: dict[str, Tensor], *, gives_two: bool
 ) -> Rotation:
     runs = [
         _TrialRun(layer, rotation, unpacked, strength=strength, gives_two=gives_two)
@@ -203,17 +199,12 @@ class _TrialRun:
         self,
         layer: nn.Module,
         rotation: nn.Module,
-        unpacked: Mapping[str, Tensor],
+        unpacked: dict[str, Tensor],
         *,
         strength: float,
         gives_two: bool,
     ) -> None:
-        """`unpacked` are the weights of linear layers that would unpack them in every call."""
-        trial = LayerTrial(layer, seed=1, gives_two=gives_two)
-        for name, weight in unpacked.items():
-            linear: Any = attention_of(trial.module).get_submodule(name)
-            forward = partial(nn.functional.linear, weight=weight, bias=linear.bias)
-            vars(linear)["forward"] = forward
+        trial = LayerTrial(layer, seed=1, gives_two=gives_two, unpacked=unpacked)
         self._trial = trial
         self._layer = trial.module
         norm: Any = getattr(self._layer, NORM)
@@ -243,15 +234,28 @@ class _TrialRun:
         return all(map(is_close, found, self._wanted))
 
 
+def _multiply(linear: PackedLinear, name: str, unpacked: dict[str, Tensor], x: Tensor) -> Tensor:
+    if name not in unpacked:
+        unpacked[name] = linear.packed.unpacked(torch.float32)
+    return nn.functional.linear(x, unpacked[name], linear.bias)
+
+
 class LayerTrial(Trial):
     """A copy of a layer with a stub in place of what follows its attention."""
 
-    def __init__(self, layer: nn.Module, *, seed: int, gives_two: bool) -> None:
-        """`gives_two`: what follows returns a tuple."""
+    def __init__(
+        self, layer: nn.Module, *, seed: int, gives_two: bool, unpacked: dict[str, Tensor]
+    ) -> None:
+        """`gives_two`: what follows returns a tuple. `unpacked` keeps the weights of packed linear
+        layers, by name, for the next trial.
+        """
         self._stub = _FeedForward(gives_two=gives_two)
         last = feed_forward(layer)
         (name,) = (name for name, child in layer.named_children() if child is last)
         super().__init__(layer, seed=seed, stubs={name: self._stub})
+        for name, linear in self.module.named_modules():
+            if isinstance(linear, PackedLinear):  # which would unpack in every call
+                vars(linear)["forward"] = partial(_multiply, linear, name, unpacked)
         takers = self.module.forward, attention_of(self.module).forward
         # A layer that takes any keyword hands the cache on by the name that attention has for it.
         names = (cache_name(signature(forward).parameters) for forward in takers)

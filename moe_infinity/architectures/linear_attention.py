@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import DynamicCache
 from transformers.cache_utils import LinearAttentionLayer
 
@@ -116,17 +116,19 @@ def shape_of(module: Any, names: tuple[str, ...]) -> DeltaShape:
 
 def find_delta_rule(layer: nn.Module) -> Verdict[DeltaProducts]:
     """Find if the kernel computes what a layer does."""
+    unpacked: dict[str, Tensor] = {}
     return first_found(
-        verdict(partial(_search, layer, gives_two=gives_two)) for gives_two in (False, True)
+        verdict(partial(_search, layer, unpacked, gives_two=gives_two))
+        for gives_two in (False, True)
     )
 
 
-def _search(layer: nn.Module, *, gives_two: bool) -> DeltaProducts:
+def _search(layer: nn.Module, unpacked: dict[str, Tensor], *, gives_two: bool) -> DeltaProducts:
     """Run a prompt and one more token by the layer's own code, and the token by the kernel."""
     names = products_of(attention_of(layer))
     assert names is not None
     found = DeltaProducts(names)
-    trial = LayerTrial(layer, seed=4, gives_two=gives_two)
+    trial = LayerTrial(layer, seed=4, gives_two=gives_two, unpacked=unpacked)
     described = found.describe(trial.module)
     x = trial.random(2, TRIED_TOKENS + 1, len(described.norm))
     cache = DynamicCache()
