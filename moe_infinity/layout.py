@@ -92,7 +92,7 @@ class WeightLayout:
 
 @dataclass(frozen=True, slots=True)
 class PackedWeight:
-    """A weight [R, C] that is no expert's, packed in memory of its own."""
+    """A weight [R, C] that is no expert's, packed in memory of its own or in a mapped file."""
 
     layout: WeightLayout
     memory: Tensor  # uint8 on a CPU; offsets of the layout count from its start

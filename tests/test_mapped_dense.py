@@ -71,11 +71,17 @@ def test_they_count_as_memory_that_is_used(gguf_file, monkeypatch):
     """The system counts them as free, as all of the page cache."""
     monkeypatch.setattr(room, "own_bytes", lambda: 0)
     monkeypatch.setattr(room, "available_memory_bytes", lambda: 1 << 30)
+    monkeypatch.setattr(room, "machine_memory_bytes", lambda: 2 << 30)
     with MoE(gguf_file) as moe:
         packed = [m.packed for m in moe.model.modules() if isinstance(m, PackedLinear)]
         num_bytes = sum(weight.nbytes for weight in packed)
         assert num_bytes > 0
         assert moe.engine.room.memory.left() == ProcessMemory(None).left() - num_bytes
+
+
+@pytest.mark.usefixtures("can_map")
+def test_they_are_copied_where_experts_have_a_budget(gguf_file):
+    assert not logits_of(gguf_file, host_memory="100%")[1]
 
 
 @pytest.mark.usefixtures("can_map")
@@ -124,6 +130,29 @@ def test_bytes_that_were_gone_while_they_were_used_come_back(gguf_file):
         gguf_file.write_bytes(whole)
         assert torch.equal(logits, moe.model(IDS).logits)
         assert torch.equal(found, moe.generate(IDS, **settings))
+
+
+@pytest.mark.usefixtures("can_map")
+def test_a_pass_that_computed_with_gone_bytes_is_an_error_although_they_are_back(gguf_file):
+    """Experts that are loaded later in the same pass do not hide it."""
+    whole = gguf_file.read_bytes()
+    with MoE(gguf_file, **ON_DEMAND) as moe, torch.no_grad():
+        found = moe.model(IDS).logits
+        moe.engine.drop_experts()
+        first = moe.model.model.layers[0]
+        hooks = [
+            moe.model.model.embed_tokens.register_forward_hook(
+                lambda *args: os.truncate(gguf_file, 0)
+            ),
+            first.post_attention_layernorm.register_forward_pre_hook(
+                lambda *args: gguf_file.write_bytes(whole) and None
+            ),
+        ]
+        with pytest.raises(CheckpointError, match="was changed, or its disk failed"):
+            moe.model(IDS)
+        for hook in hooks:
+            hook.remove()
+        assert torch.equal(found, moe.model(IDS).logits)
 
 
 @pytest.mark.usefixtures("can_map")

@@ -40,6 +40,7 @@ from moe_infinity.architectures.trial import (
 )
 from moe_infinity.kernels.cpu.decoder import HALVES, NEIGHBOURS, Attention, DecoderKernel, Router
 from moe_infinity.kernels.cpu.decoder_steps import Attended, Cached, DecoderSteps
+from moe_infinity.layout import PackedWeight
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 HEAD_NORMS = ("q_norm", "k_norm")
@@ -234,10 +235,12 @@ class _TrialRun:
         return all(map(is_close, found, self._wanted))
 
 
-def _multiply(linear: PackedLinear, name: str, unpacked: dict[str, Tensor], x: Tensor) -> Tensor:
+def _multiply(
+    weight: PackedWeight, bias: Tensor | None, name: str, unpacked: dict[str, Tensor], x: Tensor
+) -> Tensor:
     if name not in unpacked:
-        unpacked[name] = linear.packed.unpacked(torch.float32)
-    return nn.functional.linear(x, unpacked[name], linear.bias)
+        unpacked[name] = weight.unpacked(torch.float32)
+    return nn.functional.linear(x, unpacked[name], bias)
 
 
 class LayerTrial(Trial):
@@ -255,7 +258,9 @@ class LayerTrial(Trial):
         super().__init__(layer, seed=seed, stubs={name: self._stub})
         for name, linear in self.module.named_modules():
             if isinstance(linear, PackedLinear):  # which would unpack in every call
-                vars(linear)["forward"] = partial(_multiply, linear, name, unpacked)
+                vars(linear)["forward"] = partial(
+                    _multiply, linear.packed, linear.bias, name, unpacked
+                )
         takers = self.module.forward, attention_of(self.module).forward
         # A layer that takes any keyword hands the cache on by the name that attention has for it.
         names = (cache_name(signature(forward).parameters) for forward in takers)

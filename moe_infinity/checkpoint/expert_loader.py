@@ -120,13 +120,8 @@ class ExpertLoader:
         return self._reader.changed_file()
 
     def map_changed(self) -> None:
-        """Have the bytes of changed files where they are used. Raises CheckpointError."""
-        try:
-            self._reader.map_changed()
-        except CheckpointError:  # is an OSError
-            raise
-        except OSError as error:
-            raise CheckpointError(f"a changed file cannot be mapped: {error.strerror}") from error
+        """Have the bytes of changed files where they are used. Raises CheckpointError, OSError."""
+        self._reader.map_changed()
 
     def lie_in_blocks(self) -> None:
         """Let experts lie in slots so that reads past the page cache need no copy."""

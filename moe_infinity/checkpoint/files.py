@@ -146,9 +146,10 @@ class MappedFile:
         """Map the same bytes of a file opened anew to where they were: some were gone, or others.
         Raises OSError.
         """
+        num_gone = bus_errors.count  # before: bytes may go meanwhile
         file.map_over(self._address, len(self.bytes))
         self.file = file
-        self._num_gone = bus_errors.count
+        self._num_gone = num_gone
 
     def is_right(self) -> bool:
         """Return False if the file was changed, or bytes of any mapped file were gone: what was

@@ -45,13 +45,14 @@ class PackedDense:
         """True if the file has the weight as memory would, so that it can be used there."""
         return len(self.parts) == 1 and self.parts[0][0].undo is None
 
-    def put_into(self, model: nn.Module, reader: Reader, *, in_page_cache: bool) -> None:
+    def put_into(self, model: nn.Module, reader: Reader, *, in_page_cache: bool) -> int:
         """Read the weight, and replace the linear layer by one that multiplies with it. It stays in
-        the page cache if it may.
+        the page cache if it may: returns its bytes there. Raises CheckpointError.
         """
-        if in_page_cache and self.is_one_stretch:
-            mapped = reader.mapped(self.parts[0][0].extent)
-            memory = torch.frombuffer(mapped, dtype=torch.uint8)
+        first = self.parts[0][0].extent
+        is_mapped = in_page_cache and self.is_one_stretch and reader.can_map(first)
+        if is_mapped:
+            memory = torch.frombuffer(reader.mapped(first), dtype=torch.uint8)
         else:
             memory = uint8_memory(self.num_bytes)
         for tensor, offset in self.parts:
@@ -67,6 +68,7 @@ class PackedDense:
             config = model.config.get_text_config()  # type: ignore[operator, union-attr]
             packed = ReorderedLinear(packed, self.moved.undone([columns], config)[0])
         setattr(model.get_submodule(owner), name, packed)
+        return self.num_bytes if is_mapped else 0
 
 
 def find_packed_dense(

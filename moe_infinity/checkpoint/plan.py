@@ -96,7 +96,7 @@ class Plan:
 
     @property
     def shared_expert_bytes(self) -> int:
-        """The dense bytes that every token uses beside its experts, by the usual names."""
+        """The dense bytes of shared experts, which every token uses, by the usual names."""
         found = (weight for name, weight in self.dense.items() if SHARED_EXPERT.search(name))
         return stored_bytes(found)
 

@@ -60,7 +60,7 @@ class Reader:
         self._threads: ReadThreads | None = None
         self._files: dict[Path, OpenFile] = {}
         self._mapped: dict[Path, MappedFile] = {}
-        self._doubtful: set[Path] = set()  # mapped files of which a read failed
+        self._doubtful: set[Path] = set()  # of mapped files: those of which a read failed
         self._first: dict[Path, Fingerprint] = {}  # of files when they were first opened
         self._lock = threading.Lock()
         self._thread = threading.local()  # a bounce buffer, and whether its reads give way
@@ -125,9 +125,6 @@ class Reader:
             file = self._mapped.get(extent.file)
             if file is None:
                 file = self._mapped[extent.file] = MappedFile(self._opened(extent.file))
-            elif extent.file in self._doubtful or not file.is_right():
-                file.map_again(self._opened(extent.file))
-                self._doubtful.discard(extent.file)
         return file.bytes[extent.offset : extent.offset + extent.num_bytes]
 
     def can_map(self, extent: Extent) -> bool:
@@ -155,13 +152,15 @@ class Reader:
         return None
 
     def map_changed(self) -> None:
-        """Map the files anew that were changed, to where their bytes are used. Raises OSError,
+        """Map the files anew that were changed, or of which a read failed, to where their bytes are
+        used. Between two passes: a pass sees at its end that a file was changed. Raises OSError,
         CheckpointError for one that is not what it was.
         """
         with self._lock:
             for path, mapped in self._mapped.items():
-                if not mapped.is_right():
+                if path in self._doubtful or not mapped.is_right():
                     mapped.map_again(self._opened(path))
+                self._doubtful.discard(path)
 
     @contextmanager
     def giving_way(self, until: Callable[[], bool] = lambda: False) -> Iterator[None]:
@@ -247,7 +246,8 @@ class Reader:
         except OSError as error:
             with self._lock:  # the next read opens it anew: it may be replaced by a whole one
                 self._files.pop(chunk.file, None)
-                self._doubtful.add(chunk.file)
+                if chunk.file in self._mapped:
+                    self._doubtful.add(chunk.file)
             if isinstance(error, CheckpointError):
                 raise
             where = f"{chunk.file}: cannot be read at byte {chunk.offset + chunk.num_done}"
@@ -308,3 +308,4 @@ class Reader:
         with self._lock:
             self._files.clear()
             self._mapped.clear()
+            self._doubtful.clear()

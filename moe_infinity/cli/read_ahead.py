@@ -1,10 +1,9 @@
-"""Torch and transformers are imported for seconds, in which the disk would have nothing to do. The
-files of a model that memory has room for are brought into the page cache meanwhile.
+"""Importing torch and transformers and building a model take seconds, in which the disk would have
+nothing to do. The files of a model that memory has room for are read into the page cache meanwhile.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -18,18 +17,18 @@ from moe_infinity.system.machine import available_memory_bytes
 
 LEAST_BYTES = 1 << 30  # smaller models are read fast enough
 FREE_SHARE = 7 / 8  # of free memory that the files may take
-PIECE_BYTES = 8 << 20  # asked for at once
+PIECE_BYTES = 1 << 20  # read at once
 
 
 @contextmanager
 def reading_ahead(checkpoint: str, config: OffloadConfig) -> Iterator[None]:
-    """Inside, a thread asks the system for the files of a checkpoint, in their order. It asks for
-    nothing where a setting says that less than all of them is to be in memory, or if they do not
+    """Inside, a thread reads what the page cache lacks of a checkpoint's files, in their order. It
+    reads nothing where a setting says that less than all is to be in memory, or if they do not
     fit. Errors are left to whoever loads the model.
     """
     files = _files_of(checkpoint, config)
     is_over = Event()
-    thread = Thread(target=_ask_for, args=(files, is_over), name="read-ahead", daemon=True)
+    thread = Thread(target=_read, args=(files, is_over), name="read-ahead", daemon=True)
     thread.start()
     try:
         yield
@@ -53,11 +52,20 @@ def _files_of(checkpoint: str, config: OffloadConfig) -> list[Path]:
     return files if fits else []
 
 
-def _ask_for(files: Sequence[Path], is_over: Event) -> None:
+def _read(files: Sequence[Path], is_over: Event) -> None:
+    scratch = bytearray(PIECE_BYTES)
     for file in files:
-        with suppress(OSError), file.open("rb") as opened:
-            descriptor = opened.fileno()
-            for offset in range(0, os.fstat(descriptor).st_size, PIECE_BYTES):
+        with suppress(OSError), file.open("rb", buffering=0) as opened:
+            for offset in range(0, file.stat().st_size, PIECE_BYTES):
                 if is_over.is_set():
                     return
-                os.posix_fadvise(descriptor, offset, PIECE_BYTES, os.POSIX_FADV_WILLNEED)
+                if not _is_cached(opened.fileno(), offset):
+                    opened.seek(offset)
+                    opened.readinto(scratch)
+
+
+def _is_cached(descriptor: int, offset: int) -> bool:
+    try:
+        return linux.is_cached(descriptor, offset, PIECE_BYTES)
+    except OSError:  # this system does not say
+        return False

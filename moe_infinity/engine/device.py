@@ -73,13 +73,14 @@ class ComputeDevice:
         plan = in_slots(plan, self._config)
         if self._cuda_device is not None:
             self.slots = self._make_slots(self._cuda_device, plan, dense_bytes)
-        if self.is_cpu and self._has_room_for_all(plan, dense_bytes):
+        if mappable_bytes and self.is_cpu and self._has_room_for_all(plan, dense_bytes):
             plan.dense_in_page_cache = mappable_bytes
         return plan
 
     def _has_room_for_all(self, plan: Plan, dense_bytes: int) -> bool:
-        """Return True if memory has room for all weights of a large model, and files are mapped."""
-        if plan.expert_bytes < expert_loader.MIN_MAPPED_BYTES or not linux.is_linux():
+        """Return True if memory has room for all weights of a large model, and may have them."""
+        is_large = plan.expert_bytes >= expert_loader.MIN_MAPPED_BYTES
+        if not is_large or self._config.host_memory is not None or not linux.is_linux():
             return False
         step = plan.step_bytes(self._config.kv_dtype, self._config.is_exact).from_the_start()
         left = ProcessMemory(self._config.memory_bytes).left()

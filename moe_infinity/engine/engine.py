@@ -231,7 +231,7 @@ class LocalExperts:
         """
         if self.loader.changed_file() is not None:
             self.drop_experts()
-            self.loader.map_changed()
+        self.loader.map_changed()
         yield
         file = self.loader.changed_file()
         if file is not None:

@@ -230,11 +230,11 @@ class _LoadHook:
     def put_into(self, model: nn.Module) -> None:
         """Give a loaded model the weights that stay packed, and those that stay on disk."""
         assert self.plan is not None
-        mappable = (dense.parts[0][0].extent for dense in self.packed if dense.is_one_stretch)
-        if self.plan.dense_in_page_cache and not self._reader.can_map(next(mappable)):
-            self.plan.dense_in_page_cache = 0
+        may_be_mapped = self.plan.dense_in_page_cache > 0
+        self.plan.dense_in_page_cache = 0
         for dense in self.packed:
-            dense.put_into(model, self._reader, in_page_cache=self.plan.dense_in_page_cache > 0)
+            num_bytes = dense.put_into(model, self._reader, in_page_cache=may_be_mapped)
+            self.plan.dense_in_page_cache += num_bytes
             self.note_read()
         for lookup in self.lookups:
             lookup.put_into(model, self._reader)

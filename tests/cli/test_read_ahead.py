@@ -1,12 +1,14 @@
-"""While torch is imported, the files of a model that fits are brought into the page cache."""
+"""While torch is imported, the files of a model that fits are read into the page cache."""
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterator
+from io import FileIO
 from pathlib import Path
+from threading import Event
 from threading import enumerate as threads
+from typing import Any
 
 import pytest
 
@@ -21,17 +23,16 @@ TIMEOUT_S = 30.0
 
 @pytest.fixture(autouse=True)
 def asked(monkeypatch) -> Iterator[list[int]]:
-    """The offsets that the system was asked for."""
+    """The offsets of pieces of which the thread asks if the page cache has them. It has none."""
     offsets: list[int] = []
+
+    def is_cached(descriptor: int, offset: int, num_bytes: int) -> bool:
+        offsets.append(offset)
+        return False
+
     monkeypatch.setattr(read_ahead, "LEAST_BYTES", 1)
     monkeypatch.setattr(linux, "is_linux", lambda: True)
-    monkeypatch.setattr(
-        os,
-        "posix_fadvise",
-        lambda descriptor, offset, size, advice: offsets.append(offset),
-        raising=False,
-    )
-    monkeypatch.setattr(os, "POSIX_FADV_WILLNEED", 3, raising=False)
+    monkeypatch.setattr(linux, "is_cached", is_cached)
     yield offsets
     assert not is_reading()
 
@@ -54,24 +55,54 @@ def checkpoint(folder: Path, name: str = "model.gguf") -> str:
 
 @pytest.mark.parametrize("config", [OffloadConfig(), ClusterConfig()])
 @pytest.mark.parametrize("name", ["model.gguf", "model.safetensors"])
-def test_all_of_a_model_that_fits_is_asked_for_in_order(name, config, tmp_path, asked):
+def test_all_of_a_model_that_fits_is_read_in_order(name, config, tmp_path, asked):
     (tmp_path / "config.json").write_text("{}")
     with reading_ahead(checkpoint(tmp_path, name), config):
         assert not is_reading()
     assert asked == [0, PIECE_BYTES, 2 * PIECE_BYTES, 3 * PIECE_BYTES]
 
 
-def test_nothing_is_asked_for_once_the_model_is_loaded(tmp_path, asked, monkeypatch):
-    def slowly(descriptor: int, offset: int, size: int, advice: int) -> None:
-        asked.append(offset)
-        time.sleep(0.2)
+@pytest.mark.parametrize("is_told", [False, True])
+def test_what_the_page_cache_has_is_not_read(is_told, tmp_path, monkeypatch):
+    """Where the system does not say what it has, all is read."""
 
-    monkeypatch.setattr(os, "posix_fadvise", slowly)
+    def is_cached(descriptor: int, offset: int, num_bytes: int) -> bool:
+        if not is_told:
+            raise OSError("it does not say")
+        return offset > 0
+
+    file = checkpoint(tmp_path)
+    monkeypatch.setattr(linux, "is_cached", is_cached)
+    read = []
+
+    class Watched(FileIO):
+        def readinto(self, scratch: Any) -> int:
+            at = self.tell()
+            read.append((at, super().readinto(scratch)))
+            return read[-1][1]
+
+    monkeypatch.setattr(Path, "open", lambda self, mode, buffering: Watched(self, mode))
+    read_ahead._read([Path(file)], Event())
+    monkeypatch.undo()
+    pieces = [(i * PIECE_BYTES, PIECE_BYTES) for i in range(3)] + [(3 * PIECE_BYTES, 1)]
+    assert read == (pieces[:1] if is_told else pieces)
+
+
+def test_nothing_is_read_once_the_model_is_loaded(tmp_path, monkeypatch):
+    has_begun, is_loaded = Event(), Event()
+    asked = []
+
+    def is_cached(descriptor: int, offset: int, num_bytes: int) -> bool:
+        asked.append(offset)
+        has_begun.set()
+        return is_loaded.wait(TIMEOUT_S)
+
+    monkeypatch.setattr(linux, "is_cached", is_cached)
     with reading_ahead(checkpoint(tmp_path), OffloadConfig()):
-        while not asked:
-            time.sleep(0.01)
+        assert has_begun.wait(TIMEOUT_S)
+    is_loaded.set()
     assert not is_reading()
-    assert len(asked) < 4
+    assert asked == [0]
 
 
 @pytest.mark.parametrize(
@@ -83,34 +114,27 @@ def test_nothing_is_asked_for_once_the_model_is_loaded(tmp_path, asked, monkeypa
         ClusterConfig(expert_hosts=1),
     ],
 )
-def test_nothing_is_asked_for_if_only_a_part_is_to_be_in_memory(config, tmp_path, asked):
+def test_nothing_is_read_if_only_a_part_is_to_be_in_memory(config, tmp_path, asked):
     with reading_ahead(checkpoint(tmp_path), config):
         assert not is_reading()
     assert asked == []
 
 
-def test_nothing_is_asked_for_if_it_does_not_fit(tmp_path, asked, monkeypatch):
+def test_nothing_is_read_if_it_does_not_fit(tmp_path, asked, monkeypatch):
     monkeypatch.setattr(read_ahead, "available_memory_bytes", lambda: 3 * PIECE_BYTES)
     with reading_ahead(checkpoint(tmp_path), OffloadConfig()):
         assert not is_reading()
     assert asked == []
 
 
-def test_what_cannot_be_read_is_left_to_who_loads_the_model(tmp_path, asked, monkeypatch):
-    for name in ("absent.gguf", "absent", "Some/hub-id"):
-        with reading_ahead(str(tmp_path / name), OffloadConfig()):
-            assert not is_reading()
-
-    def refuse(*args: int) -> None:
-        raise OSError("no such advice")
-
-    monkeypatch.setattr(os, "posix_fadvise", refuse)
-    with reading_ahead(checkpoint(tmp_path), OffloadConfig()):
+@pytest.mark.parametrize("name", ["absent.gguf", "absent", "Some/hub-id"])
+def test_what_is_not_there_is_left_to_who_loads_the_model(name, tmp_path, asked):
+    with reading_ahead(str(tmp_path / name), OffloadConfig()):
         assert not is_reading()
     assert asked == []
 
 
-def test_a_command_that_ends_early_reads_no_further(tmp_path, asked):
+def test_a_command_that_ends_early_reads_no_further(tmp_path):
     with (
         pytest.raises(KeyboardInterrupt),
         reading_ahead(checkpoint(tmp_path), OffloadConfig()),
