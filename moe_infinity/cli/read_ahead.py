@@ -13,7 +13,6 @@ from moe_infinity.checkpoint.file_names import checkpoint_files, find_gguf, spli
 from moe_infinity.cluster.config import ClusterConfig
 from moe_infinity.config import OffloadConfig
 from moe_infinity.system import linux
-from moe_infinity.system.machine import available_memory_bytes
 
 LEAST_BYTES = 1 << 30  # smaller models are read fast enough
 FREE_SHARE = 7 / 8  # of free memory that the files may take
@@ -42,6 +41,8 @@ def _files_of(checkpoint: str, config: OffloadConfig) -> list[Path]:
     is_shared = isinstance(config, ClusterConfig) and config.expert_hosts > 0
     if is_limited or is_shared or config.preload == "off" or not linux.is_linux():
         return []
+    from moe_infinity.system.machine import available_memory_bytes  # and psutil
+
     try:
         gguf = find_gguf(checkpoint)
         files = checkpoint_files(Path(checkpoint)) if gguf is None else split_files(gguf)

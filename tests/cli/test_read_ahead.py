@@ -16,7 +16,7 @@ from moe_infinity.cli import read_ahead
 from moe_infinity.cli.read_ahead import PIECE_BYTES, reading_ahead
 from moe_infinity.cluster.config import ClusterConfig
 from moe_infinity.config import OffloadConfig
-from moe_infinity.system import linux
+from moe_infinity.system import linux, machine
 
 TIMEOUT_S = 30.0
 
@@ -121,7 +121,7 @@ def test_nothing_is_read_if_only_a_part_is_to_be_in_memory(config, tmp_path, ask
 
 
 def test_nothing_is_read_if_it_does_not_fit(tmp_path, asked, monkeypatch):
-    monkeypatch.setattr(read_ahead, "available_memory_bytes", lambda: 3 * PIECE_BYTES)
+    monkeypatch.setattr(machine, "available_memory_bytes", lambda: 3 * PIECE_BYTES)
     with reading_ahead(checkpoint(tmp_path), OffloadConfig()):
         assert not is_reading()
     assert asked == []

@@ -23,6 +23,7 @@ SHORT = {
     "self._helper": "nothing but machine code and a queue",
     "self._template.forms": "one template, tried at the start",
     "tokenize": "one text, tried at the start",
+    "_read": "files that the page cache lacks, whose errors are left to who loads the model",
     "_run": "work of others, whose errors go to who waits for it",
 }
 
