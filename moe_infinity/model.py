@@ -97,7 +97,7 @@ class MoE:
         self.vision_part = VisionPart(self.checkpoint, self.config.mmproj)
         self._lock = threading.RLock()
         self._is_closed = False
-        with torch.inference_mode(False), no_garbage_collection():  # no tensors that stay fixed
+        with torch.inference_mode(False), no_garbage_collection():  # that mode's tensors are fixed
             self._device = ComputeDevice(self.config)
             loaded = self._load(on_bytes)
             self.model: Any = loaded.model
