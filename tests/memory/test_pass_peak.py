@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,7 @@ from transformers.cache_utils import DynamicCache
 
 from moe_infinity.architectures.attention_inputs import cache_parameter
 from moe_infinity.architectures.small_batch import SmallBatchSteps
-from moe_infinity.memory.needs import StepBytes
+from moe_infinity.memory.needs import SAFETY, StepBytes
 from moe_infinity.memory.part_bytes import PartBytes
 from moe_infinity.system.memory import return_free_memory
 
@@ -19,11 +21,27 @@ NUM_KNOWN = 6000
 ELSEWHERE_BYTES = 16 << 20  # heaps of threads
 STATUS = Path("/proc/self/status")
 PEAK = Path("/proc/self/clear_refs")  # 5 written into it begins a new one
+M_MMAP_THRESHOLD = -3  # of glibc's malloc.h; it grows to 32 MiB while a process runs
 
 
 def kept_bytes(name: str) -> int:
     (line,) = [line for line in STATUS.read_text().splitlines() if line.startswith(f"{name}:")]
     return int(line.split()[1]) << 10
+
+
+@pytest.fixture
+def pages_for_each_block() -> Iterator[None]:
+    """Each large block gets pages of its own, which go back as soon as it is freed.
+
+    Else the peak depends on the gaps that earlier tests left in the heap: 153 to 232 MB were seen
+    for one pass. SAFETY is there for such gaps; this is a test of the formula.
+    """
+    set_option = getattr(ctypes.CDLL(None), "mallopt", None)
+    if set_option is None:
+        pytest.skip("no glibc, whose heap has this option")
+    set_option(M_MMAP_THRESHOLD, 128 << 10)
+    yield
+    set_option(M_MMAP_THRESHOLD, 32 << 20)
 
 
 def grouped() -> Qwen3MoeConfig:
@@ -44,6 +62,7 @@ def latent() -> DeepseekV3Config:
     )  # fmt: skip
 
 
+@pytest.mark.usefixtures("pages_for_each_block")
 @pytest.mark.skipif(not PEAK.exists(), reason="this system does not tell the peak of a part")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
@@ -77,8 +96,8 @@ def test_a_pass_behind_a_known_prefix_takes_no_more_than_was_estimated(
         before = kept_bytes("VmRSS")
         model(ids, **given)
     taken = kept_bytes("VmHWM") - before
-    estimated = needs.of_pass(num_new, NUM_KNOWN + num_new)
+    estimated = needs.of_pass(num_new, NUM_KNOWN + num_new) / SAFETY
     if steps is not None:
         steps.close()
     assert taken <= estimated + needs.kv.of(num_new) + ELSEWHERE_BYTES
-    assert taken > estimated // 4, "else it is no test"
+    assert taken > estimated / 4, "else it is no test"
