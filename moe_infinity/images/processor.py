@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
+import torch
 import transformers
-from transformers import ProcessorMixin
+from transformers import BatchFeature, ProcessorMixin
 from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 from transformers.utils import is_torchvision_available
@@ -17,6 +19,9 @@ from moe_infinity.images.mmproj import Blind, Mmproj, find_mmproj, read_mmproj
 from moe_infinity.images.pictures import INSTALL, MAX_PIXELS
 from moe_infinity.loading.kind import load_tokenizer
 from moe_infinity.printable import printable
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 VIDEOS = "video_processor"
 OF_IMAGES = ("image_processor", "tokenizer")
@@ -58,6 +63,17 @@ def load_processor(model: Any, checkpoint: str, config: OffloadConfig) -> Any:
             hint = "\nhint: pip install torchvision, of the version that fits your torch"
             raise ConfigError(f"the processor of {checkpoint} needs torchvision{hint}") from error
         raise CheckpointError(f"{checkpoint}: no usable processor: {message}") from error
+
+
+def model_inputs(
+    processor: Any, text: str, pictures: Sequence[Image], dtype: torch.dtype
+) -> BatchFeature:
+    """What a model of this dtype takes for a text with images. Processors make float32, or bfloat16
+    (Llama 4), and not every model casts what it gets (Aria, Kimi-K2.5), so transformers' own
+    pipelines cast it.
+    """
+    made = processor(text=[text], images=[pictures], add_special_tokens=False, return_tensors="pt")
+    return made.to(dtype=dtype)
 
 
 def _of_mmproj(mmproj: Mmproj, tokenizer: Any) -> Any:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from moe_infinity.errors import ConfigError, UnsupportedModelError
 from moe_infinity.images.pictures import BadImage, read_picture
+from moe_infinity.images.processor import model_inputs
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -32,10 +33,7 @@ def question(moe: MoE, text: str, files: Sequence[Path]) -> dict[str, Any]:
     prompt = writer.apply_chat_template(
         [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
     )
-    made = moe.processor(
-        text=[prompt], images=[pictures], add_special_tokens=False, return_tensors="pt"
-    )
-    return dict(made)
+    return dict(model_inputs(moe.processor, prompt, pictures, moe.model.dtype))
 
 
 def _picture_in(file: Path) -> Image:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from moe_infinity.errors import MoEInfinityError
 from moe_infinity.images.media import Media
 from moe_infinity.images.pictures import BadImage, digest_of, read_picture
-from moe_infinity.images.processor import takes_images
+from moe_infinity.images.processor import model_inputs, takes_images
 from moe_infinity.images.prompt import PromptImages, images_of
 from moe_infinity.model import MoE
 from moe_infinity.printable import printable
@@ -77,9 +77,7 @@ class ImageReader:
             self._require_places(processor, text, len(files), param)
             pictures = self._pictures(files, param)
             try:
-                made = processor(
-                    text=[text], images=[pictures], add_special_tokens=False, return_tensors="pt"
-                )
+                made = model_inputs(processor, text, pictures, self._moe.model.dtype)
             except Exception as error:  # each processor checks in its own way
                 message = f"the model's processor does not take this: {printable(error, 200)}"
                 raise BadRequest(message, param=param) from error

@@ -8,12 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from moe_infinity import ConfigError, MoE
+from moe_infinity.images.question import question
 from tests.images.asking import BLUE, RED, TALL, Answered, Part, asked, images_in, said
+from tests.images.files import encoded
 from tests.images.tiny_eyes import (
     EYES,
     TIE,
+    Eyes,
     StockAnswer,
     processor_of,
     save_checkpoint,
@@ -38,8 +42,9 @@ CONVERSATIONS: dict[str, tuple[Part, ...]] = {
     "neighbours": (RED, RED, BLUE, "w12"),
     "no image": ("w13 w14 w15",),
 }
+ALONE: dict[str, Any] = {"max_batch": 1, "prefix_cache": "off"}
 OPTIONS: dict[str, dict[str, Any]] = {
-    "alone": {"max_batch": 1, "prefix_cache": "off"},
+    "alone": ALONE,
     "chunks": {"max_batch": 2, "prefill_chunk": 5, "prefix_cache": "off"},
     "prefixes": {"max_batch": 2, "prefill_chunk": 20, "prefix_cache": "16MiB"},
 }
@@ -47,8 +52,13 @@ Stock = dict[str, StockAnswer]
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
-def folder(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = save_checkpoint(EYES[request.param], tmp_path_factory.mktemp(request.param))
+def eyes(request: Any) -> Eyes:
+    return EYES[request.param]
+
+
+@pytest.fixture(scope="module")
+def folder(eyes: Eyes, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = save_checkpoint(eyes, tmp_path_factory.mktemp(eyes.folder))
     try:
         processor_of(folder)
     except ConfigError as error:  # as of Gemma 4 in transformers 5.17
@@ -71,8 +81,9 @@ def moe(folder: Path) -> Iterator[MoE]:
 
 
 @pytest.fixture(scope="module", params=OPTIONS)
-def server(request: Any, moe: MoE) -> Iterator[Serving]:
-    with serving(moe, prompt_store="off", **OPTIONS[request.param]) as server:
+def server(request: Any, moe: MoE, eyes: Eyes) -> Iterator[Serving]:
+    options = OPTIONS[request.param] | ({} if eyes.is_batched else ALONE)
+    with serving(moe, prompt_store="off", **options) as server:
         yield server
 
 
@@ -103,6 +114,17 @@ def test_answers_in_a_batch_have_these_tokens_too(server, stock):
 def test_choices_of_one_prompt_share_its_images(server, stock):
     answer = Answered(server, [asked(*CONVERSATIONS["two images"])], n=2)
     assert answer.choices == [stock["two images"].ids] * 2
+
+
+def test_a_model_in_bfloat16_takes_images(folder, tmp_path):
+    """Processors make numbers of other types than the model's, and some models cast none."""
+    file = tmp_path / "red.png"
+    file.write_bytes(encoded(RED, "PNG"))
+    wanted = stock_answer(folder, [said(RED, "w1 w2")], [RED], num_new=2, dtype=torch.bfloat16)
+    with MoE(folder, host_memory="50%", dtype="bfloat16", exact=True) as moe:
+        inputs = question(moe, "w1 w2", [file])
+        out = moe.generate(**inputs, max_new_tokens=2, do_sample=False)
+    assert out[0, inputs["input_ids"].shape[1] :].tolist() == wanted.ids
 
 
 @pytest.mark.sample(3)
