@@ -32,6 +32,7 @@ from torch.nn import functional
 from moe_infinity.kernels import host_float32
 from moe_infinity.kernels.cpu.arrangement import arranged
 from moe_infinity.kernels.cpu.compiler import machine_code
+from moe_infinity.kernels.cpu.prompt_attention import attend_prompt, bounds_of, causal_bounds
 from moe_infinity.kernels.cpu.rows import row_function
 from moe_infinity.kernels.cpu.steps import LOADERS, arguments_for, loop_for
 from moe_infinity.kernels.cpu.vectors import (
@@ -53,6 +54,7 @@ from moe_infinity.kernels.cpu.vectors import (
 )
 from moe_infinity.kernels.cpu.work import call_rows
 from moe_infinity.kernels.kv_rows import LARGEST
+from moe_infinity.kernels.many_rows import MOST_TOKENS
 from moe_infinity.layout import KINDS
 
 QUERIES = 512  # of a block
@@ -69,17 +71,26 @@ def attend_grouped(
     scale: float,
     *,
     sinks_H: Tensor | None = None,
+    is_causal: bool | None = None,
 ) -> Tensor | None:
     """Attend: [B, H, T, d], [B, G, N, d], [B, G, N, dv] -> [B, T, H, dv]. One query is computed by
-    `attend`. Several with a mask are computed by torch, a block of one sequence at a time, because
-    torch makes numbers of the whole mask that it gets. Groups of heads are sequences to it, whose
-    keys all heads share; transformers copies them for each head. On machines that were tried the
-    bits are the same. Sinks are numbers in the softmax that have no value. None: for neither.
+    `attend`, and more than MOST_TOKENS by `attend_prompt`. Others with a mask are computed by
+    torch, a block of one sequence at a time, because torch makes numbers of the whole mask that it
+    gets. Groups of heads are sequences to it, whose keys all heads share; transformers copies them
+    for each head. On machines that were tried the bits are the same. Sinks are numbers in the
+    softmax that have no value. Without a mask, `is_causal` says what a query sees of as many keys.
+    None: for neither.
     """
     num_seqs, num_heads, num_queries, _ = query.shape
     if num_queries == 1 and sinks_H is None:
         out = attend(query, key, value, mask, scale)
         return None if out is None else out[:, None]
+    if num_queries > MOST_TOKENS and query.device.type == "cpu":
+        bounds = _bounds(mask, num_queries, key.shape[2], is_causal)
+        if bounds is not None:
+            out = attend_prompt(query, key, value, bounds, scale, sinks_H)
+            if out is not None:
+                return out
     if mask is None or mask.dim() != 4 or mask.shape[-1] != key.shape[2]:
         return None
     if query.device.type != "cpu" or (sinks_H is not None and mask.dtype == torch.bool):
@@ -104,6 +115,14 @@ def attend_grouped(
         seen = seen.flatten(0, 1)[..., : out.shape[3]]
         out[seq, start : start + QUERIES] = seen.transpose(0, 1)
     return out
+
+
+def _bounds(
+    mask: Tensor | None, num_queries: int, num_keys: int, is_causal: bool | None
+) -> Tensor | None:
+    if mask is not None or is_causal is False:
+        return bounds_of(mask, num_queries, num_keys)
+    return causal_bounds(num_queries) if is_causal and num_queries == num_keys else None
 
 
 def _with_sinks(

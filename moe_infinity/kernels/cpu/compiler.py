@@ -165,6 +165,11 @@ def has_avx512() -> bool:
     return "+avx512f" in processor()[1].split(",")
 
 
+def multiplies_bfloat16() -> bool:
+    """True if that processor multiplies pairs of bfloat16 (AVX512-BF16)."""
+    return "+avx512bf16" in processor()[1].split(",")
+
+
 def _delete_unused(folder: Path) -> None:
     for mark in folder.glob("*/last-use"):
         with suppress(FileNotFoundError):  # another process deletes it, too

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from llvmlite import ir
+from llvmlite import binding, ir
 from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
@@ -182,6 +182,15 @@ def exponential(b: Any, x: Any) -> Any:
 
 def fma(b: Any, one: Any, other: Any, addend: Any) -> Any:
     return _call(b, f"llvm.fma.v{one.type.count}f32", one.type, [one, other, addend])
+
+
+def dot(b: Any, one: Any, other: Any, addend: Any) -> Any:
+    """Add to each float32 lane the products of a pair of bfloat16 in each of two words. Only for
+    AVX512-BF16; the types of LLVM's own function for it changed between its versions.
+    """
+    binding.initialize_native_asmparser()
+    kind = ir.FunctionType(FLOATS, [FLOATS, one.type, other.type])
+    return b.asm(kind, "vdpbf16ps $3, $2, $0", "=v,0,v,v", [addend, one, other], False)
 
 
 def sum_of_lanes(b: Any, vector: Any) -> Any:
