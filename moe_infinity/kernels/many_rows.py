@@ -2,7 +2,8 @@
 
     FEW       rows.py     a weight is decoded anew for every few rows: reading it is what takes time
     PANELS    panels.py   it is decoded once, to float32, a panel at a time
-    WIDENED   widened.py  it is decoded once, to bfloat16, and torch multiplies
+    HALF_PANELS           the same to bfloat16, where the processor multiplies that
+    WIDENED   widened.py  it is decoded once, to bfloat16, and torch multiplies matrices (AMX)
 
 GFLOP/s of [rows, 2048] x [2048, 1536], one core:
 
@@ -26,6 +27,8 @@ from functools import cache
 
 import torch
 
+from moe_infinity.kernels.cpu.compiler import multiplies_bfloat16
+
 MOST_TOKENS = 64  # of a forward pass; no longer one is computed otherwise than decode steps are
 MEAN_ROWS = 12  # of an expert; as far as FEW is faster
 MEAN_ROWS_WIDENED = 32  # of an expert; as far as writing the widened weight takes longer
@@ -37,7 +40,11 @@ class RowPath(str, Enum):
 
     FEW = "few"
     PANELS = "panels"
+    HALF_PANELS = "half panels"
     WIDENED = "widened"
+
+
+PANEL_PATHS = RowPath.PANELS, RowPath.HALF_PANELS
 
 
 def row_path(num_tokens: int, dtype: torch.dtype, mean_rows: float = math.inf) -> RowPath:
@@ -47,8 +54,11 @@ def row_path(num_tokens: int, dtype: torch.dtype, mean_rows: float = math.inf) -
     """
     if num_tokens <= MOST_TOKENS or mean_rows <= MEAN_ROWS:
         return RowPath.FEW
-    is_widened = dtype == torch.bfloat16 and has_products_of_bfloat16()
-    return RowPath.WIDENED if is_widened and mean_rows > MEAN_ROWS_WIDENED else RowPath.PANELS
+    if dtype != torch.bfloat16:
+        return RowPath.PANELS
+    if mean_rows > MEAN_ROWS_WIDENED and has_products_of_matrices():
+        return RowPath.WIDENED
+    return RowPath.HALF_PANELS if multiplies_bfloat16() else RowPath.PANELS
 
 
 def is_for_torch(
@@ -71,6 +81,12 @@ def has_products_of_bfloat16() -> bool:
     slowly.
     """
     knows_avx512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
-    return knows_avx512 and (
-        torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    )
+    has_pairs: bool = knows_avx512 and torch.cpu._is_avx512_bf16_supported()
+    return has_pairs or has_products_of_matrices()
+
+
+@cache
+def has_products_of_matrices() -> bool:
+    """True if torch multiplies matrices of bfloat16 with AMX."""
+    knows_avx512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
+    return knows_avx512 and torch.cpu._is_amx_tile_supported()

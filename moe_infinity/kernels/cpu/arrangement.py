@@ -30,6 +30,7 @@ from moe_infinity.kernels.cpu.vectors import (
     put_float,
     repeated,
     store,
+    to_bfloat,
 )
 from moe_infinity.kernels.unpack import ZERO_OF_SYMMETRIC
 from moe_infinity.layout import NIBBLES
@@ -50,6 +51,7 @@ class Arrangement(NamedTuple):
     num_summed: int  # columns
     sum_step: int  # from one column that is summed to the next
     row_bytes: int  # of a whole row, with what lies behind
+    is_half: int = 0  # 1: bfloat16, else float32
     behind: int = 0  # address of another Arrangement of the same x, for weights of another kind
 
     @property
@@ -76,7 +78,7 @@ def arrangement_for(loop: InnerLoop, num_columns: int) -> Arrangement:
 
 
 @cache
-def panel_arrangement(loop: InnerLoop, num_columns: int) -> Arrangement:
+def panel_arrangement(loop: InnerLoop, num_columns: int, *, is_half: bool) -> Arrangement:
     """How x is arranged for values that are decoded to what they are: only their order counts."""
     tables = tables_of(loop)
     num_steps = -(-num_columns // loop.num_columns)
@@ -91,7 +93,8 @@ def panel_arrangement(loop: InnerLoop, num_columns: int) -> Arrangement:
         factors=ones.ctypes.data,
         num_summed=0,
         sum_step=0,
-        row_bytes=4 * num_steps * loop.num_columns,
+        row_bytes=(2 if is_half else 4) * num_steps * loop.num_columns,
+        is_half=int(is_half),
     )
 
 
@@ -177,16 +180,22 @@ def arranged(x_TC: NDArray[np.float32], loop: InnerLoop) -> NDArray[np.float32]:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def _arrange_lanes(
-    _: Any, x: Any, start: Any, order: Any, is_dense: Any, counted: Any, factors: Any, out: Any
-) -> Any:
+    _: Any, x: Any, start: Any, order: Any, is_dense: Any, counted: Any, factors: Any, out: Any,
+    is_half: Any,
+) -> Any:  # fmt: skip
     """Store 16 columns times 16 factors."""
 
     def emit(context: Any, b: Any, _: Any, args: Any) -> Any:
-        *columns, factors, out = args
-        store(b, b.fmul(_columns(b, *columns), load(b, factors, 0, F32)), out)
+        *columns, factors, out, is_half = args
+        values = b.fmul(_columns(b, *columns), load(b, factors, 0, F32))
+        with b.if_else(b.icmp_signed("!=", is_half, I64(0))) as (half, whole):
+            with half:
+                store(b, to_bfloat(b, values), out)
+            with whole:
+                store(b, values, out)
         return context.get_dummy_value()
 
-    return types.void(*[types.int64] * 7), emit
+    return types.void(*[types.int64] * 8), emit
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -235,13 +244,16 @@ def _arrange_row(x, out, arrangement):  # type: ignore[no-untyped-def]
     num_vectors = arrangement.num_vectors - arrangement.has_sum
     width = num_vectors * LANES
     dense = arrangement.is_dense
+    half = arrangement.is_half
+    vector_bytes = LANES * (2 if half else 4)
     for step in range(arrangement.num_steps):
         counted = step * width
         start = min(counted, arrangement.num_columns - width)
         for k in range(num_vectors):
             order = arrangement.order + 8 * LANES * k
             factors = arrangement.factors + 4 * LANES * k
-            _arrange_lanes(x, start, order, dense, counted, factors, out + 4 * LANES * k)
+            to = out + vector_bytes * k
+            _arrange_lanes(x, start, order, dense, counted, factors, to, half)
         if arrangement.has_sum:
             sums = out + 4 * LANES * num_vectors
             order = arrangement.order + 8 * LANES * num_vectors
@@ -251,7 +263,7 @@ def _arrange_row(x, out, arrangement):  # type: ignore[no-untyped-def]
             for k in range(arrangement.num_summed):
                 first = start + k * arrangement.sum_step
                 _add_lanes(x, first, order, dense, counted, factors, sums)
-        out += arrangement.num_vectors * LANES * 4
+        out += vector_bytes * arrangement.num_vectors
     return out
 
 

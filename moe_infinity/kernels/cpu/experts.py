@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -35,7 +35,7 @@ from moe_infinity.kernels.cpu.team import num_threads
 from moe_infinity.kernels.cpu.widened import WidenedExperts, Widening, run_all
 from moe_infinity.kernels.cpu.words import BLOCK_ROWS
 from moe_infinity.kernels.cpu.work import BIASES, NO_BIAS, ExpertMlp, run_job
-from moe_infinity.kernels.many_rows import RowPath
+from moe_infinity.kernels.many_rows import PANEL_PATHS, RowPath
 from moe_infinity.kernels.reference import FUNCTIONS, Activation
 from moe_infinity.layout import WeightLayout
 
@@ -68,15 +68,17 @@ def fused_experts(
         return None
     if biases and not _reads_biases(up, down, biases):
         return None
-    in_panels = widened = None
-    if (many := Product.of(up, in_panels=True, parts=parts)) and (
-        then := Product.of(down, in_panels=True, parts=parts)
-    ):
-        in_panels = FusedExperts(
-            many, then, activation, parts, biases, is_interleaved=is_interleaved
-        )
+    in_panels = {}
+    widened = None
+    for path in PANEL_PATHS:
+        many = Product.of(up, path=path, parts=parts)
+        then = Product.of(down, path=path, parts=parts)
+        if many is not None and then is not None:
+            in_panels[path] = FusedExperts(
+                many, then, activation, parts, biases, is_interleaved=is_interleaved
+            )
     if (
-        many_rows.has_products_of_bfloat16()
+        many_rows.has_products_of_matrices()
         and (wide := Widening.of(up, parts))
         and (end := Widening.of(down, parts))
     ):
@@ -114,11 +116,11 @@ class FusedExperts:
         biases: Sequence[ParamSpec],
         *,
         is_interleaved: bool,
-        in_panels: FusedExperts | None = None,  # the same experts on other paths
+        in_panels: Mapping[RowPath, FusedExperts] | None = None,  # the same on other paths
         widened: WidenedExperts | None = None,
     ) -> None:
         self.parts = tuple(parts)  # whose addresses a table has
-        self.in_panels = in_panels
+        self.in_panels = in_panels or {}
         self.widened = widened
         self.up = up
         self.down = down
@@ -179,8 +181,10 @@ class FusedExperts:
         """
         if path is RowPath.WIDENED and self.widened is not None:
             return WidenedRows(self.widened, inputs_TD, num_rows, tokens_P)
-        experts = self if path is RowPath.FEW else self.in_panels
-        return FusedRows(experts or self, inputs_TD, num_rows, tokens_P)
+        experts = self
+        if path is not RowPath.FEW:
+            experts = self.in_panels.get(path) or self.in_panels.get(RowPath.PANELS) or self
+        return FusedRows(experts, inputs_TD, num_rows, tokens_P)
 
 
 class Rows(ABC):

@@ -56,11 +56,12 @@ def fused_linear(weights: Sequence[Tensor | PackedWeight]) -> FusedLinear | None
     if layouts is None or few is None:
         return None
     kept = [w.detach() if isinstance(w, Tensor) else w for w in weights]
-    wide = Widening.of(layouts) if many_rows.has_products_of_bfloat16() else None
+    wide = Widening.of(layouts) if many_rows.has_products_of_matrices() else None
     return FusedLinear(
         kept,
         few,
-        in_panels=Product.of(layouts, in_panels=True),
+        in_panels=Product.of(layouts, path=RowPath.PANELS),
+        in_half_panels=Product.of(layouts, path=RowPath.HALF_PANELS),
         widened=None if wide is None else WidenedLinear(wide),
     )
 
@@ -90,11 +91,13 @@ class FusedLinear:
         few: Product,
         *,
         in_panels: Product | None = None,
+        in_half_panels: Product | None = None,
         widened: WidenedLinear | None = None,
     ) -> None:
         self.weights = weights
         self._few = _Described.of(few)
         self._in_panels = _Described.of(in_panels or few)
+        self._in_half_panels = _Described.of(in_half_panels or in_panels or few)
         self._widened = widened
         self._heights = list(map(len, weights))
         self._num_bytes = sum(weight.nbytes for weight in weights)
@@ -106,7 +109,11 @@ class FusedLinear:
         path = row_path(len(x_TC), x_TC.dtype)
         if path is RowPath.WIDENED and self._widened is not None:
             return self._widened(x_TC, self._joined(biases))
-        product, mlp = self._few if path is RowPath.FEW else self._in_panels
+        described = self._few
+        if path is not RowPath.FEW:
+            is_half = path is RowPath.HALF_PANELS
+            described = self._in_half_panels if is_half else self._in_panels
+        product, mlp = described
         x = x_TC.to(torch.float32).contiguous()
         arranged = host_float32(len(x), product.arrangement.row_bytes // 4)
         arranged_by = product.arranged_by.buffer_info()[0]

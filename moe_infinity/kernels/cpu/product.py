@@ -6,8 +6,10 @@ Legend: R rows (outputs), C columns (inputs) of a weight.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +32,7 @@ from moe_infinity.kernels.cpu.steps import (
 )
 from moe_infinity.kernels.cpu.words import BLOCK_ROWS
 from moe_infinity.kernels.cpu.work import RowBlock
+from moe_infinity.kernels.many_rows import PANEL_PATHS, RowPath
 from moe_infinity.layout import EXPONENTS, WeightLayout, block_of
 
 BLOCK_BYTES = 256 << 10  # of a weight, which a thread takes at once; the second cache holds it
@@ -83,26 +86,27 @@ class Product:
         cls,
         weights: Sequence[WeightLayout],
         *,
-        in_panels: bool = False,
+        path: RowPath = RowPath.FEW,
         parts: Sequence[ParamSpec] | None = None,
     ) -> Product | None:
-        """The product with these weights: of few rows of x or, `in_panels`, of many. Their parts
-        are where a table of the addresses of `parts` says, or without `parts` where their offsets
-        say, which are addresses. None unless kernels read all weights, and they have as many
-        columns as each other.
+        """The product with these weights, of few rows of x or, in panels, of many. Their parts are
+        where a table of the addresses of `parts` says, or without `parts` where their offsets say,
+        which are addresses. None unless kernels of this path read all weights, and they have as
+        many columns as each other.
         """
         loops = [loop for weight in weights if (loop := loop_of(weight)) is not None]
         if len(loops) < len(weights) or len({weight.shape[1] for weight in weights}) != 1:
             return None
         num_rows = sum(weight.shape[0] for weight in weights)
         num_columns = weights[0].shape[1]
-        function_of = row_function
+        function_of: Callable[[InnerLoop], Any] = row_function
         arrangements = [arrangement_for(loop, num_columns) for loop in loops]
-        if in_panels:
-            if not all(reads_panels(loop) for loop in loops):
+        if path in PANEL_PATHS:
+            is_half = path is RowPath.HALF_PANELS
+            if not all(reads_panels(loop, is_half=is_half) for loop in loops):
                 return None
-            function_of = panel_function
-            arrangements = [panel_arrangement(loop, num_columns) for loop in loops]
+            function_of = partial(panel_function, is_half=is_half)
+            arrangements = [panel_arrangement(loop, num_columns, is_half=is_half) for loop in loops]
         distinct = list(dict.fromkeys(arrangements))
         arrangement, kept = one_behind_another(distinct)
         arguments = np.zeros((len(weights), len(KernelArguments._fields)), np.int64)

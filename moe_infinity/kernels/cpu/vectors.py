@@ -128,6 +128,15 @@ def to_bfloat(b: Any, floats: Any) -> Any:
     return b.trunc(b.select(is_number, rounded, b.or_(top, all_lanes(I32, 0x40))), vector_of(I16))
 
 
+def to_bfloats(b: Any, low: Any, high: Any) -> Any:
+    """The bits of the bfloat16 of two vectors, one behind the other. The processor takes numbers
+    below the smallest normal one for 0. Only for AVX512-BF16.
+    """
+    binding.initialize_native_asmparser()
+    kind = ir.FunctionType(vector_of(I16, 2 * LANES), [FLOATS, FLOATS])
+    return b.asm(kind, "vcvtne2ps2bf16 $1, $2, $0", "=v,v,v", [low, high], False)
+
+
 def from_exponent(b: Any, bits: Any) -> Any:
     """Two to the power of the bits less 127."""
     return _from_top(b, bits, 23)
