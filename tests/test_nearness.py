@@ -4,6 +4,7 @@ which exact=True gives. benchmarks/nearness.py prints the figures.
 
 from __future__ import annotations
 
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from moe_infinity import MoE
 from moe_infinity.kernels import many_rows
+from moe_infinity.kernels.cpu.compiler import multiplies_bfloat16
 from tests.float64 import ARCHITECTURES, DEMO, Error, errors, save_tiny, text_for_demo
 from tests.gguf_files import widen
 from tools.convert_to_gguf import convert
@@ -60,12 +62,13 @@ def test_logits_of_the_demo_model_are_as_near_to_float64_as_those_of_stock():
 def test_long_prompts_of_packed_weights_are_as_near_as_stock_with_unpacked_ones(
     tmp_path, monkeypatch
 ):
-    """With and without products of bfloat16: two paths, each with other bits."""
+    """Without products of bfloat16, of pairs and of matrices: paths that have bits of their own."""
     packed = tmp_path / "packed.gguf"
     convert(DEMO, packed, "q8_0")
     wide = widen(packed, tmp_path / "wide.gguf")
     ids_BN = text_for_demo()
     monkeypatch.setattr(many_rows, "MEAN_ROWS", 0)
+    monkeypatch.setattr(many_rows, "MEAN_ROWS_HALF", 0)
     monkeypatch.setattr(many_rows, "MEAN_ROWS_WIDENED", 0)
 
     def logits(file: Path, **options: Any) -> Tensor:
@@ -80,13 +83,18 @@ def test_long_prompts_of_packed_weights_are_as_near_as_stock_with_unpacked_ones(
 
     stock = median_error(logits(wide, dtype="bfloat16", exact=True))
     found = {}
-    for has_products in (False, True):
-        monkeypatch.setattr(many_rows, "has_products_of_bfloat16", lambda has=has_products: has)
-        found[has_products] = logits(packed, dtype="bfloat16")
-        assert 0 < median_error(found[has_products]) < RMS_RATIO * stock
+    paths = ["none", *(["pairs"] if multiplies_bfloat16() else []), "matrices"]
+    for path in paths:
+        monkeypatch.setattr(many_rows, "multiplies_bfloat16", lambda has=path != "none": has)
+        monkeypatch.setattr(
+            many_rows, "has_products_of_matrices", lambda has=path == "matrices": has
+        )
+        found[path] = logits(packed, dtype="bfloat16")
+        assert 0 < median_error(found[path]) < RMS_RATIO * stock
         halves = logits(packed, dtype="bfloat16", host_memory="50%")
-        assert torch.equal(halves, found[has_products]), "the budget changes nothing"
-    assert not torch.equal(found[False], found[True])
+        assert torch.equal(halves, found[path]), "the budget changes nothing"
+    for one, other in combinations(paths, 2):
+        assert not torch.equal(found[one], found[other])
 
 
 def test_weights_of_four_bits_are_not_as_near(tmp_path):

@@ -30,7 +30,8 @@ import torch
 from moe_infinity.kernels.cpu.compiler import multiplies_bfloat16
 
 MOST_TOKENS = 64  # of a forward pass; no longer one is computed otherwise than decode steps are
-MEAN_ROWS = 12  # of an expert; as far as FEW is faster
+MEAN_ROWS = 12  # of an expert; as far as FEW is faster than PANELS
+MEAN_ROWS_HALF = 4  # and than HALF_PANELS
 MEAN_ROWS_WIDENED = 32  # of an expert; as far as writing the widened weight takes longer
 MOST_TOKENS_UNPACKED = 512  # of a weight that torch unpacks: that takes as long as 600 rows
 
@@ -52,13 +53,14 @@ def row_path(num_tokens: int, dtype: torch.dtype, mean_rows: float = math.inf) -
     how many of them an expert gets; otherwise a token's bits would depend on where other tokens go.
     An expert gets `mean_rows` on average.
     """
-    if num_tokens <= MOST_TOKENS or mean_rows <= MEAN_ROWS:
+    is_bfloat16 = dtype == torch.bfloat16
+    if num_tokens <= MOST_TOKENS:
         return RowPath.FEW
-    if dtype != torch.bfloat16:
-        return RowPath.PANELS
-    if mean_rows > MEAN_ROWS_WIDENED and has_products_of_matrices():
+    if is_bfloat16 and mean_rows > MEAN_ROWS_WIDENED and has_products_of_matrices():
         return RowPath.WIDENED
-    return RowPath.HALF_PANELS if multiplies_bfloat16() else RowPath.PANELS
+    if is_bfloat16 and multiplies_bfloat16():
+        return RowPath.HALF_PANELS if mean_rows > MEAN_ROWS_HALF else RowPath.FEW
+    return RowPath.PANELS if mean_rows > MEAN_ROWS else RowPath.FEW
 
 
 def is_for_torch(

@@ -13,6 +13,7 @@ from moe_infinity.checkpoint.plan import find_experts
 from moe_infinity.memory.needs import SAFETY
 from moe_infinity.memory.part_bytes import MANY_TOKENS, PartBytes, part_bytes_of
 from moe_infinity.system.memory import return_free_memory
+from tests.memory.conftest import ELSEWHERE_BYTES
 
 PEAK = Path("/proc/self/clear_refs")  # 5 written into it begins a new one
 STATUS = Path("/proc/self/status")
@@ -63,6 +64,7 @@ def mixer_of(config) -> nn.Module:
     return layer.linear_attn if isinstance(config, Qwen3NextConfig) else layer.mamba
 
 
+@pytest.mark.usefixtures("pages_for_each_block")
 @pytest.mark.skipif(not PEAK.exists(), reason="this system does not tell the peak of a part")
 @pytest.mark.parametrize("config_of", [linear_attention, mamba])
 @torch.inference_mode()
@@ -77,7 +79,7 @@ def test_a_part_takes_what_was_found(config_of):
     mixer(x)
     taken = kept_bytes("VmHWM") - before
     told = found(config).per_token * NUM_TOKENS
-    assert taken < SAFETY * told
+    assert taken < SAFETY * told + ELSEWHERE_BYTES
     assert taken > told / 2, "else it is no test"
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,32 +14,16 @@ from moe_infinity.architectures.small_batch import SmallBatchSteps
 from moe_infinity.memory.needs import SAFETY, StepBytes
 from moe_infinity.memory.part_bytes import PartBytes
 from moe_infinity.system.memory import return_free_memory
+from tests.memory.conftest import ELSEWHERE_BYTES
 
 NUM_KNOWN = 6000
-ELSEWHERE_BYTES = 16 << 20  # heaps of threads
 STATUS = Path("/proc/self/status")
 PEAK = Path("/proc/self/clear_refs")  # 5 written into it begins a new one
-M_MMAP_THRESHOLD = -3  # of glibc's malloc.h; it grows to 32 MiB while a process runs
 
 
 def kept_bytes(name: str) -> int:
     (line,) = [line for line in STATUS.read_text().splitlines() if line.startswith(f"{name}:")]
     return int(line.split()[1]) << 10
-
-
-@pytest.fixture
-def pages_for_each_block() -> Iterator[None]:
-    """Each large block gets pages of its own, which go back as soon as it is freed.
-
-    Else the peak depends on the gaps that earlier tests left in the heap: 153 to 232 MB were seen
-    for one pass. SAFETY is there for such gaps; this is a test of the formula.
-    """
-    set_option = getattr(ctypes.CDLL(None), "mallopt", None)
-    if set_option is None:
-        pytest.skip("no glibc, whose heap has this option")
-    set_option(M_MMAP_THRESHOLD, 128 << 10)
-    yield
-    set_option(M_MMAP_THRESHOLD, 32 << 20)
 
 
 def grouped() -> Qwen3MoeConfig:

@@ -44,8 +44,8 @@ from moe_infinity.kernels.cpu.widen import decoded
 from moe_infinity.layout import WORDS
 
 PANEL_ROWS = 16
-PANEL_COLUMNS = 1024
-SPARE_BYTES = 64  # of a row of a panel, which let rows start in different lines
+PANEL_ROW_BYTES = 4096  # the longer, the fewer sums over lanes
+SPARE_BYTES = 64  # behind a row, so that rows start in different lines
 LINE_BYTES = 64  # of a vector of numbers, or of two of halves
 MOST_TOKENS = 96  # whose x stays in the second cache while a row of panels is multiplied
 
@@ -112,9 +112,11 @@ def _emit_panels(loop: InnerLoop, b: Any, args: Any, size: int) -> None:
     first, last, x, num_tokens, out, arguments, slot = args
     a = read_arguments(b, loop, arguments, slot)
     with b.goto_entry_block():  # `alloca_once` would fill it with zeros
-        memory = b.alloca(ir.ArrayType(ir.IntType(8), PANEL_ROWS * _row_bytes(size) + 64))
+        memory = b.alloca(
+            ir.ArrayType(ir.IntType(8), PANEL_ROWS * (PANEL_ROW_BYTES + SPARE_BYTES) + 64)
+        )
     panel = b.and_(b.add(b.ptrtoint(memory, I64), I64(63)), I64(-64))
-    steps = I64(PANEL_COLUMNS // loop.num_columns)
+    steps = I64(PANEL_ROW_BYTES // (size * loop.num_columns))
     with cgutils.for_range_slice(b, I64(0), num_tokens, I64(MOST_TOKENS), intp=I64) as (token, _):
         tokens = smaller(b, I64(MOST_TOKENS), b.sub(num_tokens, token))
         x_at = b.add(x, b.mul(token, a.x_bytes))
@@ -133,10 +135,6 @@ def _emit_panels(loop: InnerLoop, b: Any, args: Any, size: int) -> None:
                 )
 
 
-def _row_bytes(size: int) -> int:
-    return size * PANEL_COLUMNS + SPARE_BYTES
-
-
 def _emit_decoding(
     loop: InnerLoop, b: Any, a: KernelArguments, row: Any, rows: Any, step: Any, count: Any,
     panel: Any, size: int,
@@ -147,7 +145,7 @@ def _emit_decoding(
     """
     below = b.add(a.weight, b.mul(a.row_bytes, I64(PANEL_ROWS)))
     with cgutils.for_range(b, rows, intp=I64) as each_row:
-        to = b.add(panel, b.mul(each_row.index, I64(_row_bytes(size))))
+        to = b.add(panel, b.mul(each_row.index, I64(PANEL_ROW_BYTES + SPARE_BYTES)))
         with cgutils.for_range(b, count, intp=I64) as each:
             at = b.add(to, b.mul(each.index, I64(size * loop.num_columns)))
             of_row = b.add(row, each_row.index)
@@ -198,7 +196,10 @@ def _emit_tiles(
         left = b.sub(rows, row)
         last = b.sub(rows, I64(1))
         starts = [
-            b.add(panel, b.mul(smaller(b, b.add(row, I64(r)), last), I64(_row_bytes(size))))
+            b.add(
+                panel,
+                b.mul(smaller(b, b.add(row, I64(r)), last), I64(PANEL_ROW_BYTES + SPARE_BYTES)),
+            )
             for r in range(height)
         ]
         sums = [[cgutils.alloca_once(b, sums_of) for _ in starts] for _ in x_of]

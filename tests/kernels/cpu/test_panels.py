@@ -1,5 +1,5 @@
-"""Products of many rows: panels of float32 and weights widened to bfloat16, against the weights of
-kernels/unpack.py, multiplied in float64.
+"""Products of many rows: panels of float32 and bfloat16, and weights widened to bfloat16, against the
+weights of kernels/unpack.py, multiplied in float64.
 
 Legend: T tokens, R rows (outputs), C columns (inputs) of a weight.
 """
@@ -15,6 +15,7 @@ from torch import Tensor
 from moe_infinity.experts import ExpertLayout, ParamSpec
 from moe_infinity.kernels import many_rows
 from moe_infinity.kernels.cpu import product, widened
+from moe_infinity.kernels.cpu.compiler import multiplies_bfloat16
 from moe_infinity.kernels.cpu.experts import fused_experts
 from moe_infinity.kernels.cpu.linear import FusedLinear, fused_linear
 from moe_infinity.kernels.many_rows import MOST_TOKENS, RowPath
@@ -49,6 +50,7 @@ FAST = (
 EVERY_KIND = [pytest.param(kind, marks=() if kind in FAST else pytest.mark.slow) for kind in KINDS]
 EPS = {dtype: torch.finfo(dtype).eps for dtype in (torch.float32, torch.bfloat16)}
 MANY = MOST_TOKENS + 1
+FEW = RowPath.FEW
 
 
 @pytest.fixture(autouse=True)
@@ -57,14 +59,23 @@ def seed():
 
 
 @pytest.fixture
-def bfloat16(monkeypatch):
-    """A processor that has products of bfloat16. torch has them here in any case."""
-    monkeypatch.setattr(many_rows, "has_products_of_bfloat16", lambda: True)
+def matrices(monkeypatch):
+    """A processor that multiplies matrices of bfloat16. torch does so here in any case."""
+    monkeypatch.setattr(many_rows, "has_products_of_matrices", lambda: True)
+
+
+@pytest.fixture
+def pairs(monkeypatch):
+    """A processor that multiplies pairs of bfloat16, and no matrices."""
+    if not multiplies_bfloat16():
+        pytest.skip("this processor does not multiply bfloat16")
+    monkeypatch.setattr(many_rows, "has_products_of_matrices", lambda: False)
 
 
 @pytest.fixture
 def no_bfloat16(monkeypatch):
-    monkeypatch.setattr(many_rows, "has_products_of_bfloat16", lambda: False)
+    for name in ("has_products_of_matrices", "multiplies_bfloat16"):
+        monkeypatch.setattr(many_rows, name, lambda: False)
 
 
 def stored(kind: str, rows: int, columns: int) -> tuple[PackedWeight, Tensor]:
@@ -110,10 +121,28 @@ def test_panels_multiply_any_number_of_rows_and_tokens(kind, rows, columns, no_b
         assert_product(fused(x).roll(1, 1), x, wide, EPS[torch.float32])
 
 
+@pytest.mark.parametrize("kind", EVERY_KIND)
+@pytest.mark.parametrize(("rows", "columns"), [(37, 512), (16, 4352), (3, 256)])
+def test_panels_of_bfloat16_multiply_weights_that_are_rounded_once(kind, rows, columns, pairs):
+    weight, wide = stored(kind, rows, columns)
+    fused = linear_of(weight)
+    for num_tokens in (MANY, 96, 97, 203):
+        x = torch.randn(num_tokens, columns).bfloat16()
+        found = fused(x)
+        assert found.dtype == torch.float32
+        assert_product(found, x, wide, EPS[torch.bfloat16] / 4)  # half a last place
+        if fused._in_half_panels is not fused._in_panels and kind == "bf16":
+            assert_product(found, x, wide, EPS[torch.float32])
+    with pytest.raises(AssertionError):
+        assert_product(found.roll(1, 1), x, wide, EPS[torch.bfloat16] / 4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["bf16", "int4 zeros 32", "ggml q4_k", "ggml q6_k", "ggml q8_0"])
-def test_a_row_and_token_have_the_same_bits_in_any_panel(kind, no_bfloat16, monkeypatch):
+def test_a_row_and_token_have_the_same_bits_in_any_panel(kind, dtype, monkeypatch):
+    monkeypatch.setattr(many_rows, "has_products_of_matrices", lambda: False)
     weight, _ = stored(kind, 37, 512)
-    x = torch.randn(203, 512)
+    x = torch.randn(203, 512).to(dtype)
     together = linear_of(weight)(x)
     few = linear_of(weight)(x[:MOST_TOKENS])
     if kind != "bf16":  # which has the same bits on some processors
@@ -163,7 +192,7 @@ def test_widening_gives_the_unpacked_weight_rounded_once(kind, rows, columns):
 
 
 @pytest.mark.parametrize("num_bytes", [1, 40_000, 1 << 20])
-def test_pieces_of_a_weight_are_all_of_it_once(num_bytes, bfloat16, monkeypatch):
+def test_pieces_of_a_weight_are_all_of_it_once(num_bytes, matrices, monkeypatch):
     monkeypatch.setattr(product, "BLOCK_BYTES", 2_000)
     monkeypatch.setattr(widened, "PIECE_BYTES", num_bytes)
     made = [stored(kind, rows, 512) for kind, rows in (("ggml q4_k", 50), ("ggml q6_k", 23))]
@@ -182,7 +211,7 @@ def test_pieces_of_a_weight_are_all_of_it_once(num_bytes, bfloat16, monkeypatch)
     assert fused(x[:MOST_TOKENS]).dtype == torch.float32
 
 
-def test_threads_to_come_have_as_many_of_torchs_as_before(bfloat16):
+def test_threads_to_come_have_as_many_of_torchs_as_before(matrices):
     weight, _ = stored("ggml q8_0", 37, 512)
     before = torch.get_num_threads()
     linear_of(weight)(torch.randn(MANY, 512).bfloat16())
@@ -191,21 +220,24 @@ def test_threads_to_come_have_as_many_of_torchs_as_before(bfloat16):
 
 
 @pytest.mark.parametrize(
-    ("num_tokens", "dtype", "mean_rows", "with_products", "without"),
+    ("num_tokens", "dtype", "mean_rows", "by_matrices", "by_pairs", "without"),
     [
-        (64, torch.bfloat16, 100.0, RowPath.FEW, RowPath.FEW),
-        (65, torch.bfloat16, 100.0, RowPath.WIDENED, RowPath.PANELS),
-        (600, torch.bfloat16, 20.0, RowPath.PANELS, RowPath.PANELS),
-        (600, torch.bfloat16, 5.0, RowPath.FEW, RowPath.FEW),
-        (600, torch.float32, 100.0, RowPath.PANELS, RowPath.PANELS),
-        (600, torch.float16, 100.0, RowPath.PANELS, RowPath.PANELS),
+        (64, torch.bfloat16, 100.0, FEW, FEW, FEW),
+        (65, torch.bfloat16, 100.0, RowPath.WIDENED, RowPath.HALF_PANELS, RowPath.PANELS),
+        (600, torch.bfloat16, 20.0, RowPath.HALF_PANELS, RowPath.HALF_PANELS, RowPath.PANELS),
+        (600, torch.bfloat16, 5.0, RowPath.HALF_PANELS, RowPath.HALF_PANELS, FEW),
+        (600, torch.bfloat16, 4.0, FEW, FEW, FEW),
+        (600, torch.float32, 100.0, RowPath.PANELS, RowPath.PANELS, RowPath.PANELS),
+        (600, torch.float16, 5.0, FEW, FEW, FEW),
     ],
 )
 def test_the_path_depends_on_the_pass_and_the_processor(
-    num_tokens, dtype, mean_rows, with_products, without, monkeypatch
+    num_tokens, dtype, mean_rows, by_matrices, by_pairs, without, monkeypatch
 ):
-    for has_products, expected in ((True, with_products), (False, without)):
-        monkeypatch.setattr(many_rows, "has_products_of_bfloat16", lambda has=has_products: has)
+    processors = (True, True, by_matrices), (False, True, by_pairs), (False, False, without)
+    for has_matrices, has_pairs, expected in processors:
+        monkeypatch.setattr(many_rows, "has_products_of_matrices", lambda has=has_matrices: has)
+        monkeypatch.setattr(many_rows, "multiplies_bfloat16", lambda has=has_pairs: has)
         assert many_rows.row_path(num_tokens, dtype, mean_rows) is expected
 
 
@@ -219,8 +251,8 @@ ACTIVATIONS = [
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("kind", ["bf16", "mxfp4", "ggml q4_k", "ggml q8_0", "int4 32"])
 @pytest.mark.parametrize("act", ACTIVATIONS)
-@pytest.mark.parametrize("path", [RowPath.PANELS, RowPath.WIDENED])
-def test_experts_are_as_near_as_torch_in_bfloat16(path, act, kind, threads, bfloat16, monkeypatch):
+@pytest.mark.parametrize("path", [RowPath.PANELS, RowPath.HALF_PANELS, RowPath.WIDENED])
+def test_experts_are_as_near_as_torch_in_bfloat16(path, act, kind, threads, matrices, monkeypatch):
     """With biases, and rows of gate and up in turn where the limit is that of gpt-oss."""
     for module in ("experts", "linear", "widened"):
         monkeypatch.setattr(f"moe_infinity.kernels.cpu.{module}.num_threads", lambda: threads)
@@ -231,6 +263,9 @@ def test_experts_are_as_near_as_torch_in_bfloat16(path, act, kind, threads, bflo
         biases=made.described_biases, is_interleaved=is_interleaved,
     )  # fmt: skip
     assert fused is not None
+    assert (path in fused.in_panels) == (
+        path is RowPath.PANELS or (path is RowPath.HALF_PANELS and multiplies_bfloat16())
+    )
     x = torch.randn(80, 256).bfloat16()
     starts = [0, 17, 17, 30, 80]
     found = fused(x, starts, [slot.data_ptr() for slot in made.slots], path)
