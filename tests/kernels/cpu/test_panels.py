@@ -1,5 +1,5 @@
-"""Products of many rows: panels of float32 and bfloat16, and weights widened to bfloat16, against the
-weights of kernels/unpack.py, multiplied in float64.
+"""Products of many rows: panels, and weights widened to bfloat16, against the weights of
+kernels/unpack.py, multiplied in float64.
 
 Legend: T tokens, R rows (outputs), C columns (inputs) of a weight.
 """
