@@ -68,9 +68,9 @@ def load_processor(model: Any, checkpoint: str, config: OffloadConfig) -> Any:
 def model_inputs(
     processor: Any, text: str, pictures: Sequence[Image], dtype: torch.dtype
 ) -> BatchFeature:
-    """What a model of this dtype takes for a text with images. Processors make float32, or bfloat16
-    (Llama 4), and not every model casts what it gets (Aria, Kimi-K2.5), so transformers' own
-    pipelines cast it.
+    """The inputs of a model of this dtype for a text with images. Processors make float32, or
+    bfloat16 (Llama 4), and not every model casts what it gets (Aria, Kimi-K2.5), so transformers'
+    own pipelines cast it.
     """
     made = processor(text=[text], images=[pictures], add_special_tokens=False, return_tensors="pt")
     return made.to(dtype=dtype)

@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from tests.images.tiny_eyes import CHATML, EYES, QWEN_PIXELS, Eyes, save_checkpoint
+from tests.images.eyes import EYES, QWEN_PIXELS, Eyes
+from tests.images.tiny_eyes import CHATML, save_checkpoint
 from tests.sweep import tiny
 from tools.convert_mmproj import convert as convert_vision
 from tools.convert_mmproj import text_of

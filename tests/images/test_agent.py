@@ -15,9 +15,10 @@ import pytest
 
 from moe_infinity import MoE
 from tests.images.asking import BLUE, NUM_NEW, RED
+from tests.images.eyes import EYES
 from tests.images.files import encoded
 from tests.images.mmproj_files import save_letters
-from tests.images.tiny_eyes import EYES, data_url, save_checkpoint, stock_answer
+from tests.images.tiny_eyes import data_url, save_checkpoint, stock_answer
 from tests.server.serving import Serving, serving
 
 pytestmark = pytest.mark.arithmetic

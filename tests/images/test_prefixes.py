@@ -9,7 +9,8 @@ import pytest
 
 from moe_infinity import MoE
 from tests.images.asking import BLUE, RED, Answered, asked
-from tests.images.tiny_eyes import EYES, save_checkpoint
+from tests.images.eyes import EYES
+from tests.images.tiny_eyes import save_checkpoint
 from tests.server.serving import serving
 
 TEXT = " ".join(f"w{number}" for number in range(40))

@@ -12,8 +12,9 @@ from moe_infinity import ConfigError, MoE, UnsupportedModelError
 from moe_infinity.images.question import question
 from moe_infinity.long_prompts import in_passes
 from tests.images.asking import BLUE, RED, said
+from tests.images.eyes import EYES
 from tests.images.files import encoded
-from tests.images.tiny_eyes import EYES, save_checkpoint, stock_answer
+from tests.images.tiny_eyes import save_checkpoint, stock_answer
 
 pytestmark = pytest.mark.arithmetic
 TEXT = "w1 w2 w3"

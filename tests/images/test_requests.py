@@ -22,8 +22,9 @@ from moe_infinity.server.prompts import PromptReader
 from moe_infinity.server.sequences import QueueFull, Request
 from moe_infinity.server.turns import SeatQueue
 from tests.images.asking import RED, Answered, asked
+from tests.images.eyes import EYES
 from tests.images.files import bomb, encoded, picture
-from tests.images.tiny_eyes import EYES, data_url, save_checkpoint
+from tests.images.tiny_eyes import data_url, save_checkpoint
 from tests.server.driving import make_engine
 from tests.server.serving import Serving, serving
 

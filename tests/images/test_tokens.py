@@ -13,16 +13,9 @@ import torch
 from moe_infinity import ConfigError, MoE
 from moe_infinity.images.question import question
 from tests.images.asking import BLUE, RED, TALL, Answered, Part, asked, images_in, said
+from tests.images.eyes import EYES, Eyes
 from tests.images.files import encoded
-from tests.images.tiny_eyes import (
-    EYES,
-    TIE,
-    Eyes,
-    StockAnswer,
-    processor_of,
-    save_checkpoint,
-    stock_answer,
-)
+from tests.images.tiny_eyes import TIE, StockAnswer, processor_of, save_checkpoint, stock_answer
 from tests.server.serving import Serving, serving
 
 pytestmark = [

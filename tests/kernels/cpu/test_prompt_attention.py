@@ -135,13 +135,14 @@ def test_a_query_has_the_same_bits_in_any_pass(dtype):
     query, key, value = inputs(dtype, queries=600, tokens=600, seqs=1)
     whole = computed(query, key, value, causal(600, 600))
     for start, end in ((0, 100), (100, 101), (101, 470), (470, 600)):
-        some = query[:, :, start:end], key[:, :, :end], value[:, :, :end]
-        assert torch.equal(computed(*some, causal(end - start, end)), whole[:, start:end])
-    rest = torch.full_like(key, torch.nan)[:, :, :37]
-    longer = torch.cat([key, rest], 2), torch.cat([value, torch.zeros_like(rest)[..., :1].expand(
-        -1, -1, -1, value.shape[3])], 2)  # fmt: skip
+        x = query[:, :, start:end]
+        found = computed(x, key[:, :, :end], value[:, :, :end], causal(end - start, end))
+        assert torch.equal(found, whole[:, start:end])
+    more = torch.full((1, 2, 37, 32), torch.nan, dtype=dtype)  # keys that nobody sees
+    keys = torch.cat([key, more], 2)
+    values = torch.cat([value, torch.zeros(1, 2, 37, 48, dtype=dtype)], 2)
     mask = torch.nn.functional.pad(causal(600, 600), (0, 37))
-    assert torch.equal(computed(query, *longer, mask), whole)
+    assert torch.equal(computed(query, keys, values, mask), whole)
 
 
 def test_groups_are_computed_in_slices_where_they_are_large(monkeypatch):
@@ -155,10 +156,10 @@ def test_groups_are_computed_in_slices_where_they_are_large(monkeypatch):
 def test_a_cache_is_read_however_it_lies():
     query, key, value = inputs(torch.bfloat16)
     apart = computed(query, key, value, MASKS["causal"])
-    strided = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in (query, key, value)]
-    assert torch.equal(computed(*strided, MASKS["causal"]), apart)
-    shared = [t[:1].expand(2, -1, -1, -1) for t in (key, value)]
-    assert torch.equal(computed(query, *shared, MASKS["causal"])[:1], apart[:1])
+    x, keys, values = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in (query, key, value))
+    assert torch.equal(computed(x, keys, values, MASKS["causal"]), apart)
+    keys, values = (t[:1].expand(2, -1, -1, -1) for t in (key, value))
+    assert torch.equal(computed(query, keys, values, MASKS["causal"])[:1], apart[:1])
 
 
 @pytest.mark.parametrize("dtype", EPS)
@@ -201,14 +202,17 @@ def test_what_it_does_not_compute_is_left_to_others():
     assert attend_prompt(query[..., :31], key[..., :31], value, bounds, 1.0) is None
     assert attend_prompt(query[:, :5], key, value, bounds, 1.0) is None
     assert attend_prompt(query, key[:, :, 1:], value, bounds, 1.0) is None
-    assert attend_prompt(*(t.to("meta") for t in (query, key, value)), bounds, 1.0) is None
+    meta = torch.device("meta")
+    assert attend_prompt(query.to(meta), key.to(meta), value.to(meta), bounds, 1.0) is None
 
 
 def test_without_a_mask_the_module_says_what_is_seen():
     query, key, value = inputs(torch.float32, queries=150)
     square = attend_grouped(query, key, value, None, SCALE, is_causal=True)
+    assert square is not None
     assert torch.equal(square, computed(query, key, value, causal(150, 150)))
     everything = attend_grouped(query, key, value, None, SCALE, is_causal=False)
+    assert everything is not None
     assert torch.equal(everything, computed(query, key, value, torch.ones(1, 1, 150, 150) > 0))
     assert attend_grouped(query, key, value, None, SCALE) is None
     assert attend_grouped(query[:, :, 1:], key, value, None, SCALE, is_causal=True) is None
