@@ -4,7 +4,8 @@ scores of all pairs several times.
 
     softmax with a sink = softmax without x sigmoid(log of the sum of exponentials - sink)
 
-torch's kernel gives that logarithm beside its result. Classes of which a trial shows that both ways
+torch's kernel gives that logarithm beside its result; prompt_attention.py, for more than 64 tokens,
+has sinks in its own softmax. Classes of which a trial shows that both ways
 give the same get an attention function of this name, as transformers lets anyone add.
 """
 
@@ -24,6 +25,7 @@ from moe_infinity.architectures.attention_search import SINKS
 from moe_infinity.architectures.module_state import eager_attention_of, is_watched
 from moe_infinity.architectures.trial import Differs, Found, is_close, verdict
 from moe_infinity.kernels.cpu.attention import attend_grouped
+from moe_infinity.kernels.many_rows import MOST_TOKENS
 
 NAME = "moe_infinity_sinks"
 EAGER = "eager"
@@ -80,16 +82,18 @@ def _try(module: Any) -> None:
     generator = torch.Generator().manual_seed(0)
     sinks_H = module.sinks.detach()
     num_heads = len(sinks_H)
-    shapes = (num_heads, 5), (num_heads // module.num_key_value_groups, 9)
+    num_groups = num_heads // module.num_key_value_groups
 
     def random(heads: int, length: int) -> Tensor:
         size = (1, heads, length, 16)
         return torch.randn(size, generator=generator, dtype=torch.float32, device="cpu")
 
-    tensors = random(*shapes[0]), random(*shapes[1]), random(*shapes[1])
-    mask = torch.zeros(1, 1, 5, 9, dtype=torch.float32, device="cpu")
-    mask[..., 3:].fill_(torch.finfo(torch.float32).min).triu_(2)
-    wanted, _ = eager(module, *tensors, mask, scaling=0.3, dropout=0.0, s_aux=sinks_H)
-    found = attend_grouped(*tensors, mask, 0.3, sinks_H=sinks_H)
-    if found is None or not is_close(found, wanted):
-        raise Differs("attention with sinks gives other numbers")
+    for length in (5, MOST_TOKENS + 1):  # which are computed in two ways
+        last = length + 4
+        tensors = random(num_heads, length), random(num_groups, last), random(num_groups, last)
+        mask = torch.zeros(1, 1, length, last, dtype=torch.float32, device="cpu")
+        mask[..., 3:].fill_(torch.finfo(torch.float32).min).triu_(2)
+        wanted, _ = eager(module, *tensors, mask, scaling=0.3, dropout=0.0, s_aux=sinks_H)
+        found = attend_grouped(*tensors, mask, 0.3, sinks_H=sinks_H)
+        if found is None or not is_close(found, wanted):
+            raise Differs("attention with sinks gives other numbers")

@@ -8,8 +8,8 @@ exact=True does not use them, since their bits are not those of transformers.
     other products    kernels/cpu/half_products.py, of longer inputs, in half precision
     threads           kernels have them all, torch has one; see kernels/cpu/team.py
 
-Longer inputs are computed by torch, whose attention gets keys and values once, not once for each
-head that looks at them. The "sdpa" function in transformers' registry is shared by all
+Attention of longer inputs gets keys and values once, too, not once for each head that looks at
+them. The "sdpa" function in transformers' registry is shared by all
 models, so it is wrapped once, and calls the stock function for modules of other models.
 """
 

@@ -34,8 +34,8 @@ from moe_infinity.predict.planner import Prefetcher
 # A prompt that activates this share of a layer's experts is taken to need all of the next layer's.
 STREAMED_SHARE = 0.75
 # On a CPU a prompt checks for cancellation about every so many expert rows: every 0.05 to 0.2 s on
-# two cores, with experts of 9 MB in bf16. At the end of fewer rows a core waits for the other: with
-# 512 a prompt of 2,000 tokens took 50 s, not 44. A GPU computes a layer in less.
+# two idle cores, with experts of 9 MB in bf16. At the end of fewer rows a core waits for the other:
+# with 512 a prompt of 2,000 tokens took 50 s, not 44. A GPU computes a layer in less.
 STOPPABLE_ROWS = 2048
 BEFORE_THE_FIRST = -1  # in place of the index of an MoE layer
 

@@ -12,7 +12,14 @@ GFLOP/s of [rows, 2048] x [2048, 1536], one core:
               FEW, q4_k             55   64   69   71   71   71
               PANELS, q4_k          43   63  100  111  125  115
 
-and of two cores with AVX512-BF16 (Zen 5), bf16 weights:
+of one core with AVX512-BF16 (Zen 4), q4_k:
+
+    rows                             2    4    8   32  512
+              FEW                   59   62   73   77   76
+              PANELS                30   50   67   92   98
+              HALF_PANELS           37   64   98  162  185
+
+and of two (Zen 5), bf16 weights:
 
     rows                             1    8   16   38   64  600
               FEW                   47  270  330  400  415  430

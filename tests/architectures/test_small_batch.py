@@ -238,6 +238,23 @@ def test_attention_is_that_of_transformers_and_of_no_other_heads(mask, dtype):
         assert distance(small(*others, dropout=0.0, scaling=0.3)[0], expected) > 0.1
 
 
+@pytest.mark.parametrize("of_module", [None, True, False])
+@pytest.mark.parametrize("of_call", [None, True, False])
+@pytest.mark.parametrize("num_keys", [70, 90])
+def test_without_a_mask_prompts_see_what_transformers_shows(of_module, of_call, num_keys):
+    SmallBatchSteps(nn.Module(), None, "auto").close()
+    ours = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    module = nn.Module()
+    vars(module).update({MARK: True} | ({} if of_module is None else {"is_causal": of_module}))
+    query, key = torch.randn(2, 4, 70, 32), torch.randn(2, 4, num_keys, 32)
+    value = torch.randn(2, 4, num_keys, 32)
+    options = {"scaling": 0.3, "is_causal": of_call}
+    with torch.no_grad():
+        wanted, _ = sdpa_attention_forward(module, query, key, value, None, **options)
+        found, _ = ours(module, query, key, value, None, **options)
+    assert torch.allclose(found, wanted, atol=1e-5)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("mask", ["bool", "float", "by head"])
 @pytest.mark.parametrize("num_queries", [2, 16, 64])

@@ -153,9 +153,9 @@ def _emit_decoding(
             offset = b.add(b.mul(of_row, a.row_bytes), b.mul(of_step, I64(loop.num_bytes)))
             for line in range(0, loop.num_bytes, 64):
                 prefetch(b, b.add(below, b.add(offset, I64(line))))
-            values = decoded(b, loop, a, of_row, of_step)
+            values = iter(decoded(b, loop, a, of_row, of_step))
             if size == 2:
-                pairs = zip(values, values, strict=True)  # of neighbours
+                pairs = zip(values, values, strict=True)  # one iterator: of neighbours
                 values = (to_bfloats(b, low, high) for low, high in pairs)
             for k, value in enumerate(values):
                 store(b, value, b.add(at, I64(LINE_BYTES * k)))

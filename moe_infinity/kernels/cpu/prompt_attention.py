@@ -8,7 +8,7 @@ longer than its block.
             sums      of values, weighted   onto the output, in float32
 
 A query sees a band of neighbouring keys: that is what causal masks, windows and padding leave. The
-bits of a row depend on nothing but its query and the keys that it sees.
+bits of a row depend on its query, the keys that it sees, and where in a block of KEYS these lie.
 
 Numbers are float32 or, where the processor multiplies bfloat16 and all are bfloat16, that: sums are
 float32 then, too, and the weights of values are rounded, as torch's kernel rounds them. Two cores
@@ -22,9 +22,11 @@ the cache, d width of a head, dv of a value.
 from __future__ import annotations
 
 from array import array
+from itertools import product
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from moe_infinity.kernels import host_float32
@@ -36,30 +38,42 @@ from moe_infinity.kernels.cpu.vectors import LANES
 from moe_infinity.system.machine import yield_address
 
 DTYPES = torch.float32, torch.bfloat16, torch.float16
-PACKED_NUMBERS = 16 << 20  # copied at once: of queries, keys and values
+PACKED_NUMBERS = 4 << 20  # copied at once: of queries, keys and values
 
 
 def bounds_of(mask: Tensor | None, num_queries: int, num_keys: int) -> Tensor | None:
     """The keys that queries see by a mask [B, 1, T or 1, N], as `attend_prompt` takes them. It is
-    bool, or added: 0 or the lowest number. Without one all do. None: not of a mask that shows a
-    query no key, or keys apart from each other, or that has more heads.
+    bool, or added: 0 or the lowest number. Without one all are seen. None: not of a mask that shows
+    a query keys apart from each other, or that has more heads.
     """
     if mask is None:
         return torch.tensor([0, num_keys], dtype=torch.long, device="cpu").expand(1, num_queries, 2)
     if mask.dim() != 4 or mask.shape[1] != 1 or mask.shape[3] != num_keys:
         return None
-    seen = mask[:, 0]
-    if seen.dtype != torch.bool:
-        seen = seen == 0
-        if not (seen | (mask[:, 0] <= torch.finfo(mask.dtype).min)).all():
-            return None
-    found = seen.numpy()
-    first = found.argmax(axis=2)
-    last = num_keys - found[:, :, ::-1].argmax(axis=2)
-    if (np.count_nonzero(found, axis=2) != last - first).any():
-        return None  # where no key is seen, `last` is behind all
+    seen = _seen(mask[:, 0])
+    if seen is None:
+        return None
+    num_bands = np.count_nonzero(seen[:, :, 1:] > seen[:, :, :-1], axis=2) + seen[:, :, 0]
+    if (num_bands > 1).any():
+        return None
+    first = seen.argmax(axis=2)
+    last = first + np.count_nonzero(seen, axis=2)
     bounds = torch.from_numpy(np.stack([first, last], axis=2).astype(np.int64))
     return bounds.expand(-1, num_queries, -1)
+
+
+def _seen(mask: Tensor) -> NDArray[np.bool_] | None:
+    """Where a mask shows something. None: it adds other numbers than 0 and the lowest one."""
+    if mask.dtype == torch.bool:
+        return mask.numpy()
+    if mask.dtype not in DTYPES:
+        return None
+    kind = torch.int32 if mask.itemsize == 4 else torch.int16  # compared as fast in any dtype
+    bits = mask.contiguous().view(kind).numpy()
+    lowest = torch.tensor(torch.finfo(mask.dtype).min, dtype=mask.dtype, device="cpu").view(kind)
+    seen: NDArray[np.bool_] = bits == 0
+    num_known = np.count_nonzero(seen) + np.count_nonzero(bits == lowest.item())
+    return seen if num_known == bits.size else None
 
 
 def causal_bounds(num_queries: int) -> Tensor:
@@ -89,17 +103,17 @@ def attend_prompt(
     if num_heads % num_groups or width % 2 or value_width % LANES or not num_keys:
         return None
     out = query.new_empty(num_seqs, num_queries, num_heads, value_width)
-    bounds = bounds.expand(num_seqs, -1, -1).contiguous()
+    bounds = bounds.expand(num_seqs, -1, -1)
     sinks = None if sinks_H is None else sinks_H.detach().to(torch.float32)
     per_group = num_heads // num_groups
-    packed = num_seqs * (num_keys * (width + value_width) + num_queries * per_group * width)
-    at_once = max(1, PACKED_NUMBERS // packed)  # groups
-    for first in range(0, num_groups, at_once):
+    of_group = num_keys * (width + value_width) + num_queries * per_group * width
+    at_once = max(1, PACKED_NUMBERS // of_group)
+    for seq, first in product(range(num_seqs), range(0, num_groups, at_once)):
         groups = slice(first, first + at_once)
         heads = slice(first * per_group, (first + at_once) * per_group)
-        out[:, :, heads] = _attend(
-            query[:, heads], key[:, groups], value[:, groups], bounds, scale,
-            None if sinks is None else sinks[heads].contiguous(),
+        out[seq, :, heads] = _attend(
+            query[seq, heads], key[seq, groups], value[seq, groups], bounds[seq].contiguous(),
+            scale, None if sinks is None else sinks[heads].contiguous(),
         )  # fmt: skip
     return out
 
@@ -107,38 +121,37 @@ def attend_prompt(
 def _attend(
     query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, scale: float, sinks: Tensor | None
 ) -> Tensor:
-    """The same in float32, for some groups."""
-    num_seqs, num_heads, num_queries, width = query.shape
-    num_groups, _, value_width = value.shape[1:]
+    """The same in float32, for some groups of one sequence: [T, H, dv]."""
+    num_heads, num_queries, width = query.shape
+    num_groups, _, value_width = value.shape
     is_half = query.dtype == torch.bfloat16 and multiplies_bfloat16()
     numbers = 2 if is_half else 1  # of a word
     dtype = torch.bfloat16 if is_half else torch.float32
     per_group = num_heads // num_groups
     num_rows = num_queries * per_group
     rows = -(-num_rows // ROWS) * ROWS
-    x = torch.zeros(num_seqs, num_groups, rows, width, dtype=dtype, device="cpu")
-    own = x[:, :, :num_rows].unflatten(2, (num_queries, per_group))
-    own.copy_(query.unflatten(1, (num_groups, per_group)).transpose(2, 3))
-    keys = _packed_keys(key, dtype, numbers)
+    x = torch.zeros(num_groups, rows, width, dtype=dtype, device="cpu")
+    own = x[:, :num_rows].unflatten(1, (num_queries, per_group))
+    own.copy_(query.unflatten(0, (num_groups, per_group)).transpose(1, 2))
+    keys = _packed_keys(key, numbers)
     values = _packed_values(value, dtype, numbers)
-    out = host_float32(num_seqs, num_groups, rows, value_width).zero_()
+    out = host_float32(num_groups, rows, value_width).zero_()
     scales = np.array([scale], np.float32)
     memory = array("q", bytes(8 * (STATE + len(PromptJob._fields))))
     at = memory.buffer_info()[0]
     job = PromptJob(
         state=at,
-        num_items=num_seqs * num_groups * (rows // ROWS),
+        num_items=num_groups * (rows // ROWS),
         blocks=rows // ROWS,
         rows=rows,
         heads=per_group,
-        groups=num_groups,
         num_queries=num_queries,
         query=x.data_ptr(),
         steps=width // numbers,
         keys=keys.data_ptr(),
-        keys_bytes=keys.stride(1) * keys.itemsize,
+        keys_bytes=keys.stride(0) * keys.itemsize,
         values=values.data_ptr(),
-        values_bytes=values.stride(1) * values.itemsize,
+        values_bytes=values.stride(0) * values.itemsize,
         num_vectors=value_width // LANES,
         bounds=bounds.data_ptr(),
         sinks=0 if sinks is None else sinks.data_ptr(),
@@ -148,35 +161,35 @@ def _attend(
     )
     memory[STATE:] = array("q", job)
     team.run(rows_function(is_half).address, at + 8 * STATE, num_threads())
-    found: Tensor = out[:, :, :num_rows].unflatten(2, (num_queries, per_group)).transpose(1, 2)
-    return found.flatten(2, 3)
+    found: Tensor = out[:, :num_rows].unflatten(1, (num_queries, per_group)).transpose(0, 1)
+    return found.flatten(1, 2)
 
 
-def _packed_keys(key: Tensor, dtype: torch.dtype, numbers: int) -> Tensor:
-    """[B, G, N, d] -> [B, G, blocks, words of d, PACKED]."""
-    num_seqs, num_groups, num_keys, width = key.shape
-    words = key.to(dtype).contiguous().view(torch.int32)
+def _packed_keys(key: Tensor, numbers: int) -> Tensor:
+    """[G, N, d] -> [G, blocks, words of d, PACKED]."""
+    num_groups, num_keys, width = key.shape
+    words = key.contiguous().view(torch.float32) if numbers == 2 else key
+    shape = num_groups, -(-num_keys // PACKED), width // numbers, PACKED
+    packed = host_float32(*shape)
+    by_key = packed.transpose(2, 3)
     num_whole = num_keys // PACKED
-    shape = num_seqs, num_groups, -(-num_keys // PACKED), width // numbers, PACKED
-    packed = torch.empty(shape, dtype=torch.int32, device="cpu")
-    by_key = packed.transpose(3, 4)
-    by_key[:, :, :num_whole] = words[:, :, : num_whole * PACKED].unflatten(2, (num_whole, PACKED))
+    by_key[:, :num_whole] = words[:, : num_whole * PACKED].unflatten(1, (num_whole, PACKED))
     if rest := num_keys % PACKED:
-        by_key[:, :, -1, :rest] = words[:, :, -rest:]
-        by_key[:, :, -1, rest:] = 0
+        by_key[:, -1, :rest] = words[:, -rest:]
+        by_key[:, -1, rest:] = 0
     return packed
 
 
 def _packed_values(value: Tensor, dtype: torch.dtype, numbers: int) -> Tensor:
-    """[B, G, N, dv] -> [B, G, N or pairs of N, dv, 1 or 2], with zeros behind."""
-    num_seqs, num_groups, num_keys, width = value.shape
+    """[G, N, dv] -> [G, N or pairs of N, dv, 1 or 2], with zeros behind."""
+    num_groups, num_keys, width = value.shape
     length = -(-num_keys // PACKED) * PACKED
-    shape = num_seqs, num_groups, length // numbers, width, numbers
+    shape = num_groups, length // numbers, width, numbers
     packed = torch.empty(shape, dtype=dtype, device="cpu")
-    by_key = packed.transpose(3, 4)
+    by_key = packed.transpose(2, 3)
     num_whole = num_keys // numbers
-    by_key[:, :, :num_whole] = value[:, :, : num_whole * numbers].unflatten(2, (num_whole, numbers))
-    by_key[:, :, num_whole:] = 0
+    by_key[:, :num_whole] = value[:, : num_whole * numbers].unflatten(1, (num_whole, numbers))
+    by_key[:, num_whole:] = 0
     if rest := num_keys % numbers:
-        by_key[:, :, num_whole, :rest] = value[:, :, -rest:]
+        by_key[:, num_whole, :rest] = value[:, -rest:]
     return packed

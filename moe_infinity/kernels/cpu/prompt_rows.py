@@ -67,19 +67,18 @@ class PromptJob(NamedTuple):
     blocks: int  # items of one group
     rows: int  # of a group: of its queries and heads, one head beside another
     heads: int  # P
-    groups: int  # G
     num_queries: int
-    query: int  # numbers [B, G, rows, d]
+    query: int  # numbers [G, rows, d]
     steps: int  # words of 4 bytes of a query
-    keys: int  # words [B, G, N / PACKED, steps, PACKED]
+    keys: int  # words [G, N / PACKED, steps, PACKED]
     keys_bytes: int  # of a group
-    values: int  # words [B, G, N or N / 2, dv]
+    values: int  # words [G, N or N / 2, dv]
     values_bytes: int  # of a group
     num_vectors: int  # of a value
-    bounds: int  # int64 [B, T, 2]: the first key that a query sees, and one more than the last
+    bounds: int  # int64 [T, 2]: the first key that a query sees, and one more than the last
     sinks: int  # float32 [H]; 0: there are none
     scale: int  # float32
-    out: int  # float32 [B, G, rows, dv], zeros
+    out: int  # float32 [G, rows, dv], zeros
     yield_: int  # of the system; see team.py
 
 
@@ -103,8 +102,7 @@ def rows_function(is_half: bool) -> Any:
     def attend(job, item, memory):  # type: ignore[no-untyped-def]
         group = item // job.blocks
         first = item % job.blocks * ROWS
-        bounds = job.bounds + 16 * job.num_queries * (group // job.groups)
-        low, high = _seen(job, bounds, first)
+        low, high = _seen(job, first)
         for r in range(ROWS):
             put_float(memory, r, np.float32(LOWEST))
             put_float(memory, ROWS + r, np.float32(0))
@@ -112,7 +110,7 @@ def rows_function(is_half: bool) -> Any:
             start = max(base, low // PACKED * PACKED)
             stop = min(base + KEYS, (high + PACKED - 1) // PACKED * PACKED)
             for r in range(0, ROWS, TILE):
-                add_block(job, group, first + r, bounds, start, stop, memory, memory + 4 * r)
+                add_block(job, group, first + r, start, stop, memory, memory + 4 * r)
         _finish(job, group, first, memory)
 
     @c_function(types.void(types.int64), f"attend_prompt_{half}")
@@ -130,16 +128,17 @@ def rows_function(is_half: bool) -> Any:
 
 
 @njit(nogil=True)
-def _seen(job, bounds, first):  # type: ignore[no-untyped-def]
-    """The first key that one of ROWS rows sees, and one more than the last."""
-    begin = bounds + 16 * (first // job.heads)
-    end = bounds + 16 * min((first + ROWS - 1) // job.heads + 1, job.num_queries)
-    low = int_at(begin, 0)
+def _seen(job, first):  # type: ignore[no-untyped-def]
+    """The first key that one of ROWS rows sees, and one more than the last; both 0 if none does."""
+    begin = job.bounds + 16 * (first // job.heads)
+    end = job.bounds + 16 * min((first + ROWS - 1) // job.heads + 1, job.num_queries)
+    low = 1 << 60
     high = 0
     for at in range(begin, end, 16):
-        low = min(low, int_at(at, 0))
-        high = max(high, int_at(at, 1))
-    return low, high
+        if int_at(at, 0) < int_at(at, 1):
+            low = min(low, int_at(at, 0))
+            high = max(high, int_at(at, 1))
+    return min(low, high), high
 
 
 def _block_code(half: int) -> Any:
@@ -147,7 +146,7 @@ def _block_code(half: int) -> Any:
     word_keys = 2 if half else 1
 
     @njit(nogil=True)
-    def add_block(job, group, row, bounds, start, stop, memory, state):  # type: ignore[no-untyped-def]
+    def add_block(job, group, row, start, stop, memory, state):  # type: ignore[no-untyped-def]
         scores = memory + SCORES_AT
         weights = memory + WEIGHTS_AT
         scale = float_at(job.scale, 0)
@@ -163,8 +162,8 @@ def _block_code(half: int) -> Any:
             low = 0
             high = 0  # of a row that is no query
             if t < job.num_queries:
-                low = int_at(bounds, 2 * t) - start
-                high = int_at(bounds, 2 * t + 1) - start
+                low = int_at(job.bounds, 2 * t) - start
+                high = int_at(job.bounds, 2 * t + 1) - start
             _weigh_row(
                 half, scores + 4 * KEYS * r, stop - start, low, high, scale, state + 4 * r,
                 weights + 4 * KEYS * r, out + r * row_bytes, job.num_vectors,
@@ -181,13 +180,12 @@ def _finish(job, group, first, memory):  # type: ignore[no-untyped-def]
     for r in range(ROWS):
         sink = np.float32(-np.inf)
         if job.sinks:
-            head = group % job.groups * job.heads + (first + r) % job.heads
-            sink = float_at(job.sinks, head)
+            sink = float_at(job.sinks, group * job.heads + (first + r) % job.heads)
         peak = float_at(memory, r)
         top = max(peak, sink)
         share = math.exp(peak - top)
         total = float_at(memory, ROWS + r) * share + math.exp(sink - top)
-        share = share / total if total > 0 else np.float32(0)
+        share = share / total if total != 0 else np.float32(0)
         at = job.out + (group * job.rows + first + r) * (4 * LANES * job.num_vectors)
         for k in range(LANES * job.num_vectors):
             put_float(at, k, float_at(at, k) * share)
@@ -331,7 +329,9 @@ def _weigh_row(
         total = cgutils.alloca_once_value(b, FLOATS(None))
         with cgutils.for_range(b, steps, intp=I64) as each:
             offset = b.mul(each.index, I64(4 * LANES))
-            weight = exponential(b, b.fsub(load(b, b.add(scores, offset), 0, F32), peak))
+            below = b.fsub(load(b, b.add(scores, offset), 0, F32), peak)
+            weight = exponential(b, below)
+            weight = b.select(b.fcmp_unordered("uno", below, below), below, weight)  # NaN stays
             b.store(b.fadd(weight, b.load(total)), total)
             if is_half.literal_value:
                 weight = to_bfloat(b, weight)

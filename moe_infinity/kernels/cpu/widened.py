@@ -1,5 +1,5 @@
-"""Products of many rows of x in bfloat16 by torch, for processors that have such products. A weight
-is widened to bfloat16 a piece at a time, into memory that each thread keeps for that.
+"""Products of many rows of x in bfloat16 by torch, for processors that multiply matrices (AMX). A
+weight is widened to bfloat16 a piece at a time, into memory that each thread keeps for that.
 
     threads take experts, or pieces of a linear layer
         a piece of a weight    widen.py, into 2 MiB

@@ -154,6 +154,17 @@ def test_a_row_and_token_have_the_same_bits_in_any_panel(kind, dtype, monkeypatc
         assert torch.equal(fused(x[:num_tokens]), together[:num_tokens])
 
 
+@pytest.mark.parametrize("columns", [480, 2112, 2144])
+@pytest.mark.parametrize("kind", ["ggml q4_0", "ggml mxfp4", "ggml q8_0", "mxfp4", "int4 zeros 32"])
+def test_the_last_step_of_a_row_may_overlap_in_panels_of_bfloat16(kind, columns, pairs):
+    weight, wide = stored(kind, 5, columns)
+    fused = linear_of(weight)
+    assert fused._in_half_panels is not fused._in_panels
+    for num_tokens in (MANY, 131):
+        x = torch.randn(num_tokens, columns).bfloat16()
+        assert_product(fused(x), x, wide, EPS[torch.bfloat16] / 4)
+
+
 @pytest.mark.parametrize("columns", [480, 1088, 1184])
 @pytest.mark.parametrize("kind", ["ggml q4_0", "ggml mxfp4", "ggml q8_0", "mxfp4", "int4 zeros 32"])
 def test_the_last_step_of_a_row_may_overlap_the_one_before(kind, columns, no_bfloat16):

@@ -1,5 +1,5 @@
 """Attention of many queries is that of float64, within what the weights' rounding allows, and the
-bits of a query depend on nothing but what it sees.
+bits of a query depend on what it sees, and not on the other queries.
 """
 
 from __future__ import annotations
@@ -113,6 +113,32 @@ def test_any_band_of_keys(name, is_added):
         assert largest_error(found, expected(query, key, value, everything), value) > 100
 
 
+@pytest.mark.parametrize("is_added", [False, True])
+def test_a_query_that_sees_nothing_gets_zeros_and_the_others_what_they_see(is_added):
+    """As queries of padding in a batch: transformers' masks have empty rows for them."""
+    seen = causal(70, 70).repeat(2, 1, 1, 1)
+    seen[1, ..., :30] = False
+    lowest = torch.finfo(torch.float32).min
+    mask = torch.zeros(seen.shape).masked_fill(~seen, lowest) if is_added else seen
+    query, key, value = inputs(torch.float32, tokens=70)
+    found = computed(query, key, value, mask)
+    assert not found[1, :30].any()
+    for seq, start in ((0, 0), (1, 30)):
+        own = [each[seq : seq + 1, :, start:] for each in (query, key, value)]
+        exact = expected(own[0], own[1], own[2], causal(70 - start, 70 - start))
+        assert largest_error(found[seq : seq + 1, start:], exact, value) < 1
+
+
+def test_what_is_no_number_shows():
+    query, key, value = inputs(torch.float32)
+    query[0, 0, 3], key[0, 1, 20, 5], value[1, 1, 9, 7] = torch.nan, torch.nan, torch.nan
+    found = computed(query, key, value, MASKS["causal"])
+    assert found[0, 3, 0].isnan().all()
+    assert found[0, :, 3:].isnan().all()  # the heads of that group
+    assert found[1, :, 3:, 7].isnan().all()
+    assert found[0, 4:, :3].isfinite().all()
+
+
 @pytest.mark.parametrize("height", [-30.0, 0.0, 30.0])
 def test_sinks_take_their_share(height):
     query, key, value = inputs(torch.float32)
@@ -149,7 +175,7 @@ def test_groups_are_computed_in_slices_where_they_are_large(monkeypatch):
     query, key, value = inputs(torch.float32, heads=15, groups=5)
     sinks_H = torch.randn(15)
     whole = computed(query, key, value, MASKS["causal"], sinks_H)
-    monkeypatch.setattr(prompt_attention, "PACKED_NUMBERS", 2 * 2 * (150 * 80 + 70 * 3 * 32))
+    monkeypatch.setattr(prompt_attention, "PACKED_NUMBERS", 2 * (150 * 80 + 70 * 3 * 32))
     assert torch.equal(computed(query, key, value, MASKS["causal"], sinks_H), whole)
 
 
@@ -184,10 +210,9 @@ def test_the_bound_rejects_other_heads_tokens_and_scales(dtype):
         causal(70, 150)[0],
         causal(70, 149),
         causal(70, 150) & (torch.arange(150) != 7),
-        causal(70, 150) & (torch.arange(70) != 7)[:, None],
         torch.zeros(1, 1, 70, 150).masked_fill(~causal(70, 150), -1.0),
     ],
-    ids=["by head", "of three dimensions", "shorter", "a gap", "nothing seen", "added numbers"],
+    ids=["by head", "of three dimensions", "shorter", "a gap", "added numbers"],
 )
 def test_masks_that_are_no_bands_are_left_to_others(mask):
     assert bounds_of(mask, 70, 150) is None
