@@ -81,19 +81,17 @@ def _try(module: Any) -> None:
         raise Differs(f"its attention takes {', '.join(sorted(more))}, too")
     generator = torch.Generator().manual_seed(0)
     sinks_H = module.sinks.detach()
-    num_heads = len(sinks_H)
-    num_groups = num_heads // module.num_key_value_groups
+    num_groups = len(sinks_H) // module.num_key_value_groups
 
-    def random(heads: int, length: int) -> Tensor:
-        size = (1, heads, length, 16)
+    def random(*size: int) -> Tensor:
         return torch.randn(size, generator=generator, dtype=torch.float32, device="cpu")
 
     for length in (5, MOST_TOKENS + 1):  # which are computed in two ways
-        last = length + 4
-        tensors = random(num_heads, length), random(num_groups, last), random(num_groups, last)
-        mask = torch.zeros(1, 1, length, last, dtype=torch.float32, device="cpu")
+        query = random(1, len(sinks_H), length, 16)
+        key, value = random(2, 1, num_groups, length + 4, 16)
+        mask = torch.zeros(1, 1, length, length + 4, dtype=torch.float32, device="cpu")
         mask[..., 3:].fill_(torch.finfo(torch.float32).min).triu_(2)
-        wanted, _ = eager(module, *tensors, mask, scaling=0.3, dropout=0.0, s_aux=sinks_H)
-        found = attend_grouped(*tensors, mask, 0.3, sinks_H=sinks_H)
+        wanted, _ = eager(module, query, key, value, mask, scaling=0.3, dropout=0.0, s_aux=sinks_H)
+        found = attend_grouped(query, key, value, mask, 0.3, sinks_H=sinks_H)
         if found is None or not is_close(found, wanted):
             raise Differs("attention with sinks gives other numbers")

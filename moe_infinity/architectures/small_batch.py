@@ -315,8 +315,7 @@ class _SmallBatchSdpa:
         is_plain = not (kwargs.get("dropout") or kwargs.get("softcap"))
         if is_ours and is_plain and kwargs.get("position_bias") is None:
             scale = kwargs.get("scaling") or query.shape[3] ** -0.5
-            is_causal = kwargs.get("is_causal")
-            is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+            is_causal = kwargs.get("is_causal", getattr(module, "is_causal", True))
             out = attend_grouped(query, key, value, attention_mask, scale, is_causal=is_causal)
             if out is None:
                 wide = as_wide_as(key, value)
