@@ -165,6 +165,7 @@ def has_avx512() -> bool:
     return "+avx512f" in processor()[1].split(",")
 
 
+@cache  # it takes 0.2 ms to ask, and each product of a prompt asks
 def multiplies_bfloat16() -> bool:
     """True if that processor multiplies pairs of bfloat16 (AVX512-BF16)."""
     return "+avx512bf16" in processor()[1].split(",")
