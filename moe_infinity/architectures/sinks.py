@@ -4,9 +4,9 @@ scores of all pairs several times.
 
     softmax with a sink = softmax without x sigmoid(log of the sum of exponentials - sink)
 
-torch's kernel gives that logarithm beside its result; prompt_attention.py, for more than 64 tokens,
-has sinks in its own softmax. Classes of which a trial shows that both ways
-give the same get an attention function of this name, as transformers lets anyone add.
+torch's kernel gives that logarithm beside its result. Our kernel for more than 64 queries
+(prompt_attention.py) has the sinks in its softmax. Classes of which a trial shows that these give
+what `eager` gives get an attention function of this name, as transformers lets anyone add.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ exact=True does not use them, since their bits are not those of transformers.
     threads           kernels have them all, torch has one; see kernels/cpu/team.py
 
 Attention of longer inputs gets keys and values once, too, not once for each head that looks at
-them. The "sdpa" function in transformers' registry is shared by all
-models, so it is wrapped once, and calls the stock function for modules of other models.
+them. The "sdpa" function in transformers' registry is shared by all models, so it is wrapped once,
+and calls the stock function for modules of other models.
 """
 
 from __future__ import annotations

@@ -283,7 +283,7 @@ def _emit_tile(
     sums.
     """
     lanes = sums[0][0].type.pointee.count
-    kind = I32 if is_half else F32
+    kind, add = (I32, dot) if is_half else (F32, fma)
     rows = [b.add(x, b.mul(row_bytes, I64(r))) for r in range(TILE)]
     with cgutils.for_range(b, steps, intp=I64) as each:
         at = b.add(y, b.mul(each.index, step_bytes))
@@ -292,8 +292,7 @@ def _emit_tile(
         for row, totals in zip(rows, sums, strict=True):
             word = repeated(b, number_at(b, b.add(row, offset), 0, kind), lanes)
             for vector, total in zip(vectors, totals, strict=True):
-                times = dot if is_half else fma
-                b.store(times(b, word, vector, b.load(total)), total)
+                b.store(add(b, word, vector, b.load(total)), total)
     return sums
 
 
