@@ -19,6 +19,15 @@ from numpy.typing import NDArray
 
 from moe_infinity.kernels import host_float32
 from moe_infinity.kernels.cpu.compiler import machine_code, named, reader_of
+from moe_infinity.kernels.cpu.digits import (
+    LEAST_EXPONENT,
+    NUM_DIGITS,
+    largest_exponent,
+    memory_of_step,
+    put_digits,
+    sum_of_numbers,
+    unit_of,
+)
 from moe_infinity.kernels.cpu.steps import LOADERS, NIBBLE_UNITS, InnerLoop
 from moe_infinity.kernels.cpu.vectors import (
     F32,
@@ -26,6 +35,8 @@ from moe_infinity.kernels.cpu.vectors import (
     I32,
     I64,
     LANES,
+    float_at,
+    int_at,
     load,
     put_float,
     repeated,
@@ -43,7 +54,7 @@ class Arrangement(NamedTuple):
 
     num_columns: int
     num_steps: int
-    num_vectors: int  # of x at a step
+    num_vectors: int  # of numbers at a step
     has_sum: int  # 1: one more vector, with sums of columns
     is_dense: int  # columns stay in their order
     order: int  # address of a table: column of a step; in the last row the first that is summed
@@ -52,11 +63,9 @@ class Arrangement(NamedTuple):
     sum_step: int  # from one column that is summed to the next
     row_bytes: int  # of a whole row, with what lies behind
     is_half: int = 0  # 1: bfloat16, else float32
+    digit_bits: int = 0  # of a digit of x; 0: numbers
+    places: int = 0  # address: where in a step the digits of each four columns are
     behind: int = 0  # address of another Arrangement of the same x, for weights of another kind
-
-    @property
-    def row_shape(self) -> tuple[int, int, int]:
-        return self.num_steps, self.num_vectors, LANES
 
 
 @cache
@@ -66,15 +75,27 @@ def arrangement_for(loop: InnerLoop, num_columns: int) -> Arrangement:
     return Arrangement(
         num_columns=num_columns,
         num_steps=num_steps,
-        num_vectors=loop.num_x,
-        has_sum=loop.num_x - loop.num_vectors,
+        num_vectors=loop.num_vectors + loop.loader.subtracts_zero,
+        has_sum=int(loop.loader.subtracts_zero),
         is_dense=int(tables.is_dense),
         order=tables.order.ctypes.data,
         factors=tables.factors.ctypes.data,
         num_summed=tables.num_summed,
         sum_step=tables.sum_step,
         row_bytes=num_steps * loop.num_x * LANES * 4,
+        digit_bits=loop.digit_bits,
+        places=_places(loop).ctypes.data if loop.digit_bits else 0,
     )
+
+
+@cache
+def _places(loop: InnerLoop) -> NDArray[np.int64]:
+    """[columns / 4]: where the first digits of four neighbouring columns are, in bytes from the
+    start of a step. They are the lanes of four vectors, one behind the other.
+    """
+    firsts = tables_of(loop).order[: loop.num_vectors : 4]
+    vectors, lanes = np.divmod(np.argsort(firsts.ravel()), LANES)
+    return np.ascontiguousarray(4 * (NUM_DIGITS * LANES * vectors + lanes))
 
 
 @cache
@@ -173,7 +194,8 @@ def arranged(x_TC: NDArray[np.float32], loop: InnerLoop) -> NDArray[np.float32]:
     """
     arrangement = arrangement_for(loop, x_TC.shape[1])
     # numpy aligns to 16 bytes: then every vector would cross a cache line
-    out: NDArray[np.float32] = host_float32(len(x_TC), *arrangement.row_shape).numpy()
+    shape = len(x_TC), arrangement.num_steps, loop.num_x, LANES
+    out: NDArray[np.float32] = host_float32(*shape).numpy()
     arrange(x_TC.ctypes.data, x_TC.strides[0], out.ctypes.data, len(x_TC), arrangement)
     return out
 
@@ -249,6 +271,9 @@ def _arrange_row(x, out, arrangement):  # type: ignore[no-untyped-def]
     for step in range(arrangement.num_steps):
         counted = step * width
         start = min(counted, arrangement.num_columns - width)
+        if arrangement.digit_bits != 0:
+            out = _arrange_digits(x + 4 * start, counted - start, out, arrangement)
+            continue
         for k in range(num_vectors):
             order = arrangement.order + 8 * LANES * k
             factors = arrangement.factors + 4 * LANES * k
@@ -264,6 +289,32 @@ def _arrange_row(x, out, arrangement):  # type: ignore[no-untyped-def]
                 first = start + k * arrangement.sum_step
                 _add_lanes(x, first, order, dense, counted, factors, sums)
         out += vector_bytes * arrangement.num_vectors
+    return out
+
+
+@njit(nogil=True)
+def _arrange_digits(x, counted, out, arrangement):  # type: ignore[no-untyped-def]
+    """Store the digits of a step, their unit and perhaps sums; return the address behind."""
+    num_vectors = arrangement.num_vectors - arrangement.has_sum
+    bits = arrangement.digit_bits
+    numbers = memory_of_step()
+    exponent = max(largest_exponent(x, num_vectors), LEAST_EXPONENT)
+    for k in range(num_vectors):
+        offset = 4 * LANES * k
+        places = arrangement.places + 32 * k
+        put_digits(x + offset, counted - LANES * k, exponent, bits, places, out, numbers + offset)
+    out += LANES * NUM_DIGITS * num_vectors
+    unit = unit_of(exponent, bits)
+    for lane in range(LANES):
+        put_float(out, lane, unit * float_at(arrangement.factors, 0))
+    out += 4 * LANES
+    if arrangement.has_sum:
+        firsts = arrangement.order + 8 * LANES * num_vectors
+        factors = arrangement.factors + 4 * LANES * num_vectors
+        for lane in range(LANES):
+            total = sum_of_numbers(numbers + 4 * int_at(firsts, lane), arrangement.num_summed)
+            put_float(out, lane, total * (unit * float_at(factors, lane)))
+        out += 4 * LANES
     return out
 
 

@@ -13,13 +13,18 @@ over their columns, which is arranged with x.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
-import numpy as np
 from llvmlite import ir
-from numpy.typing import NDArray
 
+from moe_infinity.kernels.cpu.block_kind import (
+    LAST_SHIFTED,
+    BlockKind,
+    BlockStep,
+    Segment,
+    segment_of,
+)
 from moe_infinity.kernels.cpu.vectors import (
     FLOATS,
     I8,
@@ -39,73 +44,6 @@ from moe_infinity.kernels.cpu.vectors import (
     spread,
     vector_of,
 )
-
-
-class Segment(NamedTuple):
-    """Values that are multiplied by the same vector of scales."""
-
-    scale: Any
-    values: Iterable[Any]  # vectors, each when asked for
-
-
-class BlockStep(NamedTuple):
-    """One step of one row, decoded."""
-
-    segments: Iterable[Segment]
-    minima: Any = None  # multiplies the sums of x
-
-
-# What values lack that are neighbouring bytes of words, masked without a shift. Where the last byte
-# may be 128 or more, it is shifted.
-MASKED = (1.0, 2.0**-8, 2.0**-16, 2.0**-24)
-LAST_SHIFTED = (1.0, 2.0**-8, 2.0**-16, 1.0)
-
-
-class BlockKind(NamedTuple):
-    """Decodes a step of one kind, and says how x has to be arranged for that."""
-
-    load: Callable[[Any, int, Any], BlockStep]  # builder, number of vectors, address
-    order: tuple[tuple[int, ...], tuple[int, ...]] = (), ()  # see `columns`
-    sum_width: int = 0  # columns that share a minimum; 0: there are no minima
-    sum_lanes: tuple[int, ...] = ()  # the lanes of `minima` that count
-    times: float = 0.0  # what is multiplied with their sums
-    left_out: float = 1.0  # a factor of all values
-    lacking: tuple[float, ...] = MASKED  # factors of neighbouring vectors, over and over
-    rows: int = 1  # at once for a single token: 1, 2 or 4
-
-    def columns(self, num_vectors: int) -> NDArray[np.int64]:
-        """[vectors, LANES]: where in a step the column of a lane is. `order` has a shape of these
-        columns, and in which order its axes have to be taken.
-        """
-        shape, axes = self.order
-        count: NDArray[np.int64] = np.arange(num_vectors * LANES)
-        if shape:
-            count = count.reshape(shape).transpose(axes)
-        return count.reshape(num_vectors, LANES)
-
-    def units(self, num_vectors: int) -> NDArray[np.float32]:
-        """The factor that the values of each vector lack."""
-        return np.asarray(np.resize(self.lacking, num_vectors) * self.left_out, np.float32)
-
-    def sums(self) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """The first of the columns that each lane sums, and its factor; 0 for other lanes."""
-        first = np.zeros(LANES, np.int64)
-        factors = np.zeros(LANES, np.float32)
-        for group, lane in enumerate(self.sum_lanes):
-            first[lane] = group * self.sum_width
-            factors[lane] = self.times * self.left_out
-        return first, factors
-
-
-def _bytes(b: Any, *words: Any, is_wide: bool = False) -> Iterator[Any]:
-    """The four bytes of each lane's word as numbers, one after the other; see `units`."""
-    for word in words:
-        for byte in range(3):
-            yield b.sitofp(b.and_(word, all_lanes(I32, 0xFF << 8 * byte)), FLOATS)
-        if is_wide:
-            yield b.sitofp(b.lshr(word, all_lanes(I32, 24)), FLOATS)
-        else:
-            yield b.sitofp(b.and_(word, all_lanes(I32, 0x7F << 24)), FLOATS)
 
 
 def _field(b: Any, words: Any, shift: int, mask: int) -> Any:
@@ -160,7 +98,7 @@ def _q4_k(b: Any, num_vectors: int, at: Any) -> BlockStep:
             for high in range(2):
                 first = 4 * half + high
                 scale = pick(b, scales, [first] * 8 + [first + 2] * 8)
-                yield Segment(scale, _bytes(b, _field(b, words, 4 * high, 15)))
+                yield segment_of(b, scale, _field(b, words, 4 * high, 15))
 
     return BlockStep(segments(), scales)
 
@@ -176,7 +114,7 @@ def _q5_k(b: Any, num_vectors: int, at: Any) -> BlockStep:
                 first = 4 * half + high
                 scale = pick(b, scales, [first] * 8 + [first + 2] * 8)
                 values = b.or_(_field(b, words, 4 * high, 15), _field(b, fifth, first - 4, 16))
-                yield Segment(scale, _bytes(b, values))
+                yield segment_of(b, scale, values)
 
     return BlockStep(segments(), scales)
 
@@ -196,7 +134,7 @@ def _q6_k(b: Any, num_vectors: int, at: Any) -> BlockStep:
                 first = 8 * half + 4 * high
                 scale = spread(b, pick(b, scales, range(first, first + 4)))
                 values = b.or_(_field(b, words, 4 * high, 15), _field(b, top, 4 * high - 4, 48))
-                yield Segment(scale, _bytes(b, values))
+                yield segment_of(b, scale, values)
 
     return BlockStep(segments(), scales)
 
@@ -237,7 +175,7 @@ def _tq2_0(b: Any, num_vectors: int, at: Any) -> BlockStep:
 def _by_two_bits(b: Any, scales: Any, values: Iterable[Any]) -> Iterator[Segment]:
     for place, value in enumerate(values):
         scale = pick(b, scales, [2 * place + k + lane // 4 for k in (0, 8) for lane in range(8)])
-        yield Segment(scale, _bytes(b, value))
+        yield segment_of(b, scale, value)
 
 
 # 32 weights with a scale, four blocks at once: four words of each
@@ -288,24 +226,24 @@ class FourBlocks(NamedTuple):
 def _q4_0(b: Any, num_vectors: int, at: Any) -> BlockStep:
     blocks = FourBlocks(b, at, 18)
     scale = blocks.halves(0)
-    return BlockStep([Segment(scale, _bytes(b, *blocks.nibbles(2)))], scale)
+    return BlockStep([segment_of(b, scale, *blocks.nibbles(2))], scale)
 
 
 def _q4_1(b: Any, num_vectors: int, at: Any) -> BlockStep:
     blocks = FourBlocks(b, at, 20)
-    return BlockStep([Segment(blocks.halves(0), _bytes(b, *blocks.nibbles(4)))], blocks.halves(2))
+    return BlockStep([segment_of(b, blocks.halves(0), *blocks.nibbles(4))], blocks.halves(2))
 
 
 def _q5_0(b: Any, num_vectors: int, at: Any) -> BlockStep:
     blocks = FourBlocks(b, at, 22)
     scale = blocks.halves(0)
-    return BlockStep([Segment(scale, _bytes(b, *blocks.with_fifth_bits(2)))], scale)
+    return BlockStep([segment_of(b, scale, *blocks.with_fifth_bits(2))], scale)
 
 
 def _q5_1(b: Any, num_vectors: int, at: Any) -> BlockStep:
     blocks = FourBlocks(b, at, 24)
-    values = _bytes(b, *blocks.with_fifth_bits(4))
-    return BlockStep([Segment(blocks.halves(0), values)], blocks.halves(2))
+    values = blocks.with_fifth_bits(4)
+    return BlockStep([segment_of(b, blocks.halves(0), *values)], blocks.halves(2))
 
 
 def _q8_0(b: Any, num_vectors: int, at: Any) -> BlockStep:
@@ -328,14 +266,14 @@ def _iq4_nl(b: Any, num_vectors: int, at: Any) -> BlockStep:
     blocks = FourBlocks(b, at, 18)
     values = (look_up(b, IQ4, nibbles) for nibbles in blocks.nibbles(2))
     scale = blocks.halves(0)
-    return BlockStep([Segment(scale, _bytes(b, *values, is_wide=True))], scale)
+    return BlockStep([segment_of(b, scale, *values, is_wide=True)], scale)
 
 
 def _mxfp4(b: Any, num_vectors: int, at: Any) -> BlockStep:
     blocks = FourBlocks(b, at, 17)
     values = (look_up(b, MXFP4, nibbles) for nibbles in blocks.nibbles(1))
     scale = spread(b, from_exponent(b, blocks.numbers(0, I8)))
-    return BlockStep([Segment(scale, _bytes(b, *values))], scale)
+    return BlockStep([segment_of(b, scale, *values)], scale)
 
 
 def _nvfp4(b: Any, num_vectors: int, at: Any) -> BlockStep:
@@ -346,7 +284,7 @@ def _nvfp4(b: Any, num_vectors: int, at: Any) -> BlockStep:
     scale = spread(b, from_float8(b, bits))
     words = joined(b, [load(b, at, k, I32, 8) for k in (4, 40)])
     values = (look_up(b, MXFP4, _field(b, words, shift, 15)) for shift in (0, 4))
-    return BlockStep([Segment(scale, _bytes(b, *values))], scale)
+    return BlockStep([segment_of(b, scale, *values)], scale)
 
 
 def _iq4_xs(b: Any, num_vectors: int, at: Any) -> BlockStep:
@@ -365,7 +303,7 @@ def _iq4_xs(b: Any, num_vectors: int, at: Any) -> BlockStep:
             words = load(b, at, 8 + 64 * half, I32)
             values = (look_up(b, IQ4, _field(b, words, shift, 15)) for shift in (0, 4))
             scale = spread(b, pick(b, scales, range(4 * half, 4 * half + 4)))
-            yield Segment(scale, _bytes(b, *values, is_wide=True))
+            yield segment_of(b, scale, *values, is_wide=True)
 
     return BlockStep(segments(), scales)
 

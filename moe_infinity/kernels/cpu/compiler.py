@@ -171,6 +171,12 @@ def multiplies_bfloat16() -> bool:
     return "+avx512bf16" in processor()[1].split(",")
 
 
+@cache
+def multiplies_bytes() -> bool:
+    """True if that processor adds products of four bytes with four others (AVX512-VNNI)."""
+    return "+avx512vnni" in processor()[1].split(",")
+
+
 def _delete_unused(folder: Path) -> None:
     for mark in folder.glob("*/last-use"):
         with suppress(FileNotFoundError):  # another process deletes it, too

@@ -19,7 +19,7 @@ import numpy as np
 from llvmlite import ir
 from numpy.typing import NDArray
 
-from moe_infinity.kernels.cpu.blocks import BlockKind, BlockStep, Segment
+from moe_infinity.kernels.cpu.block_kind import BlockKind, BlockStep, Segment
 from moe_infinity.kernels.cpu.vectors import (
     F32,
     FLOATS,

@@ -22,8 +22,9 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from moe_infinity.kernels.cpu.blocks import BlockStep
+from moe_infinity.kernels.cpu.block_kind import BlockStep
 from moe_infinity.kernels.cpu.compiler import c_function, has_avx512
+from moe_infinity.kernels.cpu.digits import NUM_DIGITS, product_of_words
 from moe_infinity.kernels.cpu.steps import NUM_ARGUMENTS, InnerLoop, KernelArguments, Tile
 from moe_infinity.kernels.cpu.vectors import (
     F32,
@@ -190,7 +191,8 @@ def _emit_tiles(
             blocks = loop.loader.blocks
             if blocks is not None:
                 steps = [blocks.load(b, loop.num_vectors, place) for place in places]
-                _add_blocks(b, loop, steps, x_of, sums)
+                add = _add_bytes if loop.digit_bits else _add_blocks
+                add(b, loop, steps, x_of, sums)
             else:
                 values = [loop.loader.load(b, loop.num_vectors, place) for place in places]
                 _add_step(b, loop, a, values, x_of, sums, rows, scale_idx)
@@ -255,6 +257,26 @@ def _add_blocks(b: Any, loop: InnerLoop, steps: list[BlockStep], x_of: Any, sums
     for of_row, added in zip(sums, totals, strict=True):
         for total, number in zip(of_row, added, strict=True):
             b.store(b.fadd(b.load(total), number), total)
+
+
+def _add_bytes(b: Any, loop: InnerLoop, steps: list[BlockStep], x_of: Any, sums: Any) -> None:
+    """Add the products of a step with digits of x to the sums; see digits.py."""
+    totals: list[list[Any]] = [[None] * len(x_of) for _ in steps]
+    vectors = 0
+    for segments in zip(*(step.segments for step in steps), strict=True):
+        for t, x in enumerate(x_of):
+            for r, segment in enumerate(segments):
+                part = product_of_words(b, segment.words, x, vectors, loop.digit_bits)
+                totals[r][t] = _product(b, part, segment.scale, totals[r][t])
+        vectors += NUM_DIGITS * len(segments[0].words)
+    for t, x in enumerate(x_of):
+        unit = load(b, x, 4 * LANES * vectors, F32)
+        for r, step in enumerate(steps):
+            total = fma(b, totals[r][t], unit, b.load(sums[r][t]))
+            if step.minima is not None:
+                sums_of_x = load(b, x, 4 * LANES * (vectors + 1), F32)
+                total = fma(b, step.minima, sums_of_x, total)
+            b.store(total, sums[r][t])
 
 
 def _product(b: Any, one: Any, other: Any, addend: Any) -> Any:

@@ -18,7 +18,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from moe_infinity.experts import DTYPE_BYTES
-from moe_infinity.kernels.cpu.blocks import BLOCK_KINDS, BlockKind
+from moe_infinity.kernels.cpu.block_kind import BlockKind
+from moe_infinity.kernels.cpu.blocks import BLOCK_KINDS
+from moe_infinity.kernels.cpu.compiler import multiplies_bytes
+from moe_infinity.kernels.cpu.digits import NUM_DIGITS
 from moe_infinity.kernels.cpu.grids import GRID_KINDS
 from moe_infinity.kernels.cpu.vectors import (
     F32,
@@ -178,9 +181,18 @@ class InnerLoop(NamedTuple):
         return int(self.num_columns * self.loader.bits / 8)
 
     @property
+    def digit_bits(self) -> int:
+        """The bits of a digit of x, if values are multiplied as bytes; else 0."""
+        blocks = self.loader.blocks
+        return 0 if blocks is None or not multiplies_bytes() else blocks.digit_bits
+
+    @property
     def num_x(self) -> int:
-        """The number of vectors of x at a step, perhaps with their sum."""
-        return self.num_vectors + self.loader.subtracts_zero
+        """The number of vectors of x at a step: numbers, or digits and their unit. There may be
+        sums behind them.
+        """
+        vectors = self.num_vectors // 4 * NUM_DIGITS + 1 if self.digit_bits else self.num_vectors
+        return vectors + self.loader.subtracts_zero
 
 
 class Tile(NamedTuple):

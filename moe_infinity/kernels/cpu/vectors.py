@@ -175,7 +175,7 @@ def exponential(b: Any, x: Any) -> Any:
 
     It is the nearest whole power of two, times a polynomial of the rest (Cephes, expf).
     """
-    power = _call(b, "llvm.nearbyint.v16f32", FLOATS, [b.fmul(x, all_lanes(F32, 1.44269504))])
+    power = call(b, "llvm.nearbyint.v16f32", FLOATS, [b.fmul(x, all_lanes(F32, 1.44269504))])
     r = fma(b, power, all_lanes(F32, -0.693359375), x)
     r = fma(b, power, all_lanes(F32, 2.12194440e-4), r)
     value = all_lanes(F32, EXPONENTIAL[0])
@@ -190,7 +190,7 @@ def exponential(b: Any, x: Any) -> Any:
 
 
 def fma(b: Any, one: Any, other: Any, addend: Any) -> Any:
-    return _call(b, f"llvm.fma.v{one.type.count}f32", one.type, [one, other, addend])
+    return call(b, f"llvm.fma.v{one.type.count}f32", one.type, [one, other, addend])
 
 
 def dot(b: Any, one: Any, other: Any, addend: Any) -> Any:
@@ -200,6 +200,13 @@ def dot(b: Any, one: Any, other: Any, addend: Any) -> Any:
     binding.initialize_native_asmparser()
     kind = ir.FunctionType(FLOATS, [FLOATS, one.type, other.type])
     return b.asm(kind, "vdpbf16ps $3, $2, $0", "=v,0,v,v", [addend, one, other], False)
+
+
+def dot_of_bytes(b: Any, one: Any, other: Any, addend: Any) -> Any:
+    """Add to each lane of i32 the products of the four unsigned bytes of a word of `one` with the
+    signed ones of `other`. Only for AVX512-VNNI.
+    """
+    return call(b, "llvm.x86.avx512.vpdpbusd.512", one.type, [addend, one, other])
 
 
 def sum_of_lanes(b: Any, vector: Any) -> Any:
@@ -229,7 +236,7 @@ def add_sums(b: Any, vectors: list[Any], at: Any, count: Any, is_first: Any) -> 
     is_read = b.and_(_before(b, count, lanes), repeated(b, b.not_(is_first), lanes))
     pointer = b.inttoptr(at, kind.as_pointer())
     args = [pointer, I32(4), is_read, kind(None)]
-    before = _call(b, f"llvm.masked.load.v{lanes}f32.p0", kind, args)
+    before = call(b, f"llvm.masked.load.v{lanes}f32.p0", kind, args)
     store_some(b, b.fadd(before, sums), at, count)
 
 
@@ -266,7 +273,7 @@ def store_some(b: Any, vector: Any, at: Any, count: Any) -> None:
     lanes = vector.type.count
     pointer = b.inttoptr(at, vector.type.as_pointer())
     args = [vector, pointer, I32(4), _before(b, count, lanes)]
-    _call(b, f"llvm.masked.store.v{lanes}f32.p0", ir.VoidType(), args)
+    call(b, f"llvm.masked.store.v{lanes}f32.p0", ir.VoidType(), args)
 
 
 def _before(b: Any, count: Any, lanes: int) -> Any:
@@ -276,15 +283,15 @@ def _before(b: Any, count: Any, lanes: int) -> Any:
 
 
 def largest_of_lanes(b: Any, vector: Any) -> Any:
-    return _call(b, "llvm.vector.reduce.fmax.v16f32", F32, [vector])
+    return call(b, "llvm.vector.reduce.fmax.v16f32", F32, [vector])
 
 
 def prefetch(b: Any, at: Any) -> None:
     pointer = b.inttoptr(at, I8.as_pointer())
-    _call(b, "llvm.prefetch.p0", ir.VoidType(), [pointer, I32(0), I32(3), I32(1)])
+    call(b, "llvm.prefetch.p0", ir.VoidType(), [pointer, I32(0), I32(3), I32(1)])
 
 
-def _call(b: Any, name: str, result: Any, args: list[Any], fastmath: tuple[str, ...] = ()) -> Any:
+def call(b: Any, name: str, result: Any, args: list[Any], fastmath: tuple[str, ...] = ()) -> Any:
     kind = ir.FunctionType(result, [arg.type for arg in args])
     return b.call(cgutils.get_or_insert_function(b.module, kind, name), args, fastmath=fastmath)
 
