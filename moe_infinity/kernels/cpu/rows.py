@@ -52,6 +52,9 @@ PREFETCH_BYTES = 2048  # ahead, at least; bf16, one token, two threads: 47 GB/s,
 # Tokens for which memory is the limit. Rows one after the other come fastest: bf16, 3 tokens, two
 # threads, 41 GB/s where four rows at a time give 36.
 FEW = 4
+# But bytes are multiplied so fast that loading x takes its time, too, for a single token: q4_k, two
+# threads, 31 GB/s with two rows at a time, 29 with one.
+ROWS_OF_BYTES = 2
 
 
 def largest_tile(loop: InnerLoop) -> Tile:
@@ -126,7 +129,9 @@ def _emit_rows(loop: InnerLoop, b: Any, args: Any) -> None:
     few = 0 if loop.kind in WORDS else FEW
     blocks = loop.loader.blocks
     for tokens in range(1, few + 1):
-        rows = blocks.rows if blocks is not None and tokens == 1 else 1
+        rows = 1
+        if blocks is not None and tokens == 1:
+            rows = ROWS_OF_BYTES if loop.digit_bits else blocks.rows
         with b.if_then(b.icmp_signed("==", num_tokens, I64(tokens))):
             emit(Tile(rows, tokens), I64(0))
     with b.if_then(b.icmp_signed(">", num_tokens, I64(few))):
