@@ -95,36 +95,37 @@ def rows_function(is_half: bool) -> Any:
     """A C function that takes items until none is left, for pairs of bfloat16 or for float32. It is
     called with the address of a PromptJob.
     """
-    half = int(is_half)
-    add_block = _block_code(half)
+    half = 1 if is_half else None  # what is compiled depends on its type
 
-    @njit(nogil=True)
-    def attend(job, item, memory):  # type: ignore[no-untyped-def]
-        group = item // job.blocks
-        first = item % job.blocks * ROWS
-        low, high = _seen(job, first)
-        for r in range(ROWS):
-            put_float(memory, r, np.float32(LOWEST))
-            put_float(memory, ROWS + r, np.float32(0))
-        for base in range(low // KEYS * KEYS, high, KEYS):
-            start = max(base, low // PACKED * PACKED)
-            stop = min(base + KEYS, (high + PACKED - 1) // PACKED * PACKED)
-            for r in range(0, ROWS, TILE):
-                add_block(job, group, first + r, start, stop, memory, memory + 4 * r)
-        _finish(job, group, first, memory)
-
-    @c_function(types.void(types.int64), f"attend_prompt_{half}")
+    @c_function(types.void(types.int64), f"attend_prompt_{int(is_half)}")
     def function(call: int) -> None:
         job = _job_at(call)
         memory = _stack()
         item = fetch_add(job.state + 8 * NEXT, 1)
         while item < job.num_items:
-            attend(job, item, memory)
+            _attend(half, job, item, memory)
             fetch_add(job.state + 8 * DONE, 1)
             item = fetch_add(job.state + 8 * NEXT, 1)
         wait_for(job.state + 8 * DONE, job.num_items, job.yield_)
 
     return function
+
+
+@njit(nogil=True)
+def _attend(half, job, item, memory):  # type: ignore[no-untyped-def]
+    """Compute one item. `half` is None for float32."""
+    group = item // job.blocks
+    first = item % job.blocks * ROWS
+    low, high = _seen(job, first)
+    for r in range(ROWS):
+        put_float(memory, r, np.float32(LOWEST))
+        put_float(memory, ROWS + r, np.float32(0))
+    for base in range(low // KEYS * KEYS, high, KEYS):
+        start = max(base, low // PACKED * PACKED)
+        stop = min(base + KEYS, (high + PACKED - 1) // PACKED * PACKED)
+        for r in range(0, ROWS, TILE):
+            _add_block(half, job, group, first + r, start, stop, memory, memory + 4 * r)
+    _finish(job, group, first, memory)
 
 
 @njit(nogil=True)
@@ -141,37 +142,33 @@ def _seen(job, first):  # type: ignore[no-untyped-def]
     return min(low, high), high
 
 
-def _block_code(half: int) -> Any:
-    """For numba: code that adds what TILE rows from `row` on get from keys `start` to `stop`."""
-    word_keys = 2 if half else 1
-
-    @njit(nogil=True)
-    def add_block(job, group, row, start, stop, memory, state):  # type: ignore[no-untyped-def]
-        scores = memory + SCORES_AT
-        weights = memory + WEIGHTS_AT
-        scale = float_at(job.scale, 0)
-        row_bytes = 4 * LANES * job.num_vectors
-        out = job.out + (group * job.rows + row) * row_bytes
-        x = job.query + (group * job.rows + row) * 4 * job.steps
-        keys = job.keys + group * job.keys_bytes
-        for k in range(start, stop, PACKED):
-            tile = keys + k // PACKED * (4 * PACKED * job.steps)
-            _score(half, x, job.steps, tile, scores + 4 * (k - start))
-        for r in range(TILE):
-            t = (row + r) // job.heads
-            low = 0
-            high = 0  # of a row that is no query
-            if t < job.num_queries:
-                low = int_at(job.bounds, 2 * t) - start
-                high = int_at(job.bounds, 2 * t + 1) - start
-            _weigh_row(
-                half, scores + 4 * KEYS * r, stop - start, low, high, scale, state + 4 * r,
-                weights + 4 * KEYS * r, out + r * row_bytes, job.num_vectors,
-            )  # fmt: skip
-        values = job.values + group * job.values_bytes + start // word_keys * row_bytes
-        _add_values(half, weights, (stop - start) // word_keys, values, job.num_vectors, out)
-
-    return add_block
+@njit(nogil=True)
+def _add_block(half, job, group, row, start, stop, memory, state):  # type: ignore[no-untyped-def]
+    """Add what TILE rows from `row` on get from keys `start` to `stop`."""
+    word_keys = 1 if half is None else 2
+    scores = memory + SCORES_AT
+    weights = memory + WEIGHTS_AT
+    scale = float_at(job.scale, 0)
+    row_bytes = 4 * LANES * job.num_vectors
+    out = job.out + (group * job.rows + row) * row_bytes
+    x = job.query + (group * job.rows + row) * 4 * job.steps
+    keys = job.keys + group * job.keys_bytes
+    for k in range(start, stop, PACKED):
+        tile = keys + k // PACKED * (4 * PACKED * job.steps)
+        _score(half, x, job.steps, tile, scores + 4 * (k - start))
+    for r in range(TILE):
+        t = (row + r) // job.heads
+        low = 0
+        high = 0  # of a row that is no query
+        if t < job.num_queries:
+            low = int_at(job.bounds, 2 * t) - start
+            high = int_at(job.bounds, 2 * t + 1) - start
+        _weigh_row(
+            half, scores + 4 * KEYS * r, stop - start, low, high, scale, state + 4 * r,
+            weights + 4 * KEYS * r, out + r * row_bytes, job.num_vectors,
+        )  # fmt: skip
+    values = job.values + group * job.values_bytes + start // word_keys * row_bytes
+    _add_values(half, weights, (stop - start) // word_keys, values, job.num_vectors, out)
 
 
 @njit(nogil=True)
@@ -203,8 +200,13 @@ def _stack(_: Any) -> Any:
     return types.int64(), emit
 
 
-@intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
-def _score(_: Any, is_half: Any, x: Any, steps: Any, keys: Any, scores: Any) -> Any:
+def _is_half(half: Any) -> bool:
+    """What an argument's type says."""
+    return not isinstance(half, types.NoneType)
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _score(_: Any, half: Any, x: Any, steps: Any, keys: Any, scores: Any) -> Any:
     """Store the products of TILE rows with PACKED keys."""
 
     def emit(context: Any, b: Any, _: Any, args: Any) -> Any:
@@ -215,7 +217,7 @@ def _score(_: Any, is_half: Any, x: Any, steps: Any, keys: Any, scores: Any) -> 
             b, I64(0), I64(4 * PACKED), I64(4 * count * lanes), intp=I64
         ) as (offset, _):
             sums = _emit_tile(
-                b, is_half.literal_value, x, row_bytes, steps, b.add(keys, offset), I64(4 * PACKED),
+                b, _is_half(half), x, row_bytes, steps, b.add(keys, offset), I64(4 * PACKED),
                 _zeros(b, count, lanes),
             )  # fmt: skip
             for r, of_row in enumerate(sums):
@@ -224,12 +226,12 @@ def _score(_: Any, is_half: Any, x: Any, steps: Any, keys: Any, scores: Any) -> 
                     store(b, b.load(total), at)
         return context.get_dummy_value()
 
-    return types.void(is_half, *[types.int64] * 4), emit
+    return types.void(half, *[types.int64] * 4), emit
 
 
-@intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
+@intrinsic  # type: ignore[untyped-decorator]
 def _add_values(
-    _: Any, is_half: Any, weights: Any, steps: Any, values: Any, num_vectors: Any, out: Any
+    _: Any, half: Any, weights: Any, steps: Any, values: Any, num_vectors: Any, out: Any
 ) -> Any:
     """Add the values of a block, weighted, to TILE rows of `out`."""
 
@@ -249,7 +251,7 @@ def _add_values(
                 for r in range(TILE)
             ]  # fmt: skip
             sums = _emit_tile(
-                b, is_half.literal_value, weights, I64(4 * KEYS), steps, b.add(values, offset),
+                b, _is_half(half), weights, I64(4 * KEYS), steps, b.add(values, offset),
                 row_bytes, _zeros(b, vectors, lanes),
             )  # fmt: skip
             for of_row, totals in zip(places, sums, strict=True):
@@ -263,7 +265,7 @@ def _add_values(
                 emit_tile(vectors, whole)
         return context.get_dummy_value()
 
-    return types.void(is_half, *[types.int64] * 5), emit
+    return types.void(half, *[types.int64] * 5), emit
 
 
 def _zeros(b: Any, count: int, lanes: int) -> list[list[Any]]:
@@ -276,7 +278,7 @@ def _zeros(b: Any, count: int, lanes: int) -> list[list[Any]]:
 
 
 def _emit_tile(
-    b: Any, is_half: int, x: Any, row_bytes: Any, steps: Any, y: Any, step_bytes: Any,
+    b: Any, is_half: bool, x: Any, row_bytes: Any, steps: Any, y: Any, step_bytes: Any,
     sums: list[list[Any]],
 ) -> list[list[Any]]:  # fmt: skip
     """Emit, for each word of a step, sums[r][v] += x[r, step] times y[step, v], and return the
@@ -296,9 +298,9 @@ def _emit_tile(
     return sums
 
 
-@intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
+@intrinsic  # type: ignore[untyped-decorator]
 def _weigh_row(
-    _: Any, is_half: Any, scores: Any, count: Any, low: Any, high: Any, scale: Any, state: Any,
+    _: Any, half: Any, scores: Any, count: Any, low: Any, high: Any, scale: Any, state: Any,
     weights: Any, out: Any, num_vectors: Any,
 ) -> Any:  # fmt: skip
     """Make weights of the scores of a row, of which it sees those from `low` to `high`, relative to
@@ -332,7 +334,7 @@ def _weigh_row(
             weight = exponential(b, below)
             weight = b.select(b.fcmp_unordered("uno", below, below), below, weight)  # NaN stays
             b.store(b.fadd(weight, b.load(total)), total)
-            if is_half.literal_value:
+            if _is_half(half):
                 weight = to_bfloat(b, weight)
                 offset = b.udiv(offset, I64(2))
             store(b, weight, b.add(weights, offset))
@@ -349,4 +351,4 @@ def _weigh_row(
         return context.get_dummy_value()
 
     ints = [types.int64] * 4
-    return types.void(is_half, *ints, types.float32, *ints), emit
+    return types.void(half, *ints, types.float32, *ints), emit
