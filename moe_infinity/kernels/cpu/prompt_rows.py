@@ -201,7 +201,7 @@ def _stack(_: Any) -> Any:
 
 
 def _is_half(half: Any) -> bool:
-    """What an argument's type says."""
+    """True if an argument of this type stands for pairs of bfloat16."""
     return not isinstance(half, types.NoneType)
 
 

@@ -1,5 +1,5 @@
-"""Each kind of kernel is kept for the next start. What a kernel is made of may not differ from start
-to start, as functions do that are made anew.
+"""Kernels of each kind are kept for the next start. What a kernel is made of may not differ from
+start to start, as functions do that are made anew.
 """
 
 from __future__ import annotations
