@@ -24,7 +24,9 @@ from moe_infinity.kernels.cpu.decoder_steps import Cached
 from moe_infinity.kernels.kv_layers import GROWING, WINDOWS, kind_of
 
 BUFFERS = "_moe_infinity_buffers"  # an attribute of cache layers
-MIN_ROOM = 256  # tokens
+# Tokens that a cache may take before it is copied again. More would be memory that no request asked
+# for: it comes from what a prompt has freed, so that the system has given it already.
+MIN_ROOM = 64
 # Tensors that a prompt of text has.
 OF_TEXT = (
     "input_ids", "inputs", "attention_mask", "position_ids", "cache_position", "token_type_ids",
@@ -110,7 +112,7 @@ def with_room(cache_layer: Any) -> tuple[Tensor, Tensor]:
     buffers: _Buffers | None = vars(cache_layer).get(BUFFERS)
     if buffers is None or buffers.stop == buffers.keys.shape[2] or not buffers.hold(cache_layer):
         num_tokens = cache_layer.keys.shape[2]
-        capacity = num_tokens + max(MIN_ROOM, num_tokens // 2)
+        capacity = num_tokens + max(MIN_ROOM, num_tokens // 8)
         keys = _widened(cache_layer.keys, capacity)
         values = _widened(cache_layer.values, capacity)
         buffers = _Buffers(keys, values, 0, num_tokens)

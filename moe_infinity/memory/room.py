@@ -126,7 +126,9 @@ class Room:
         if step.phase is Phase.PREFILL:
             needs = self.needs.of_pass(num_tokens, step.context) + self._first_pass_bytes
             self._first_pass_bytes = 0
-            self._num_unseen = DECODE_STEPS - 1  # the next decode step looks: slots may come back
+            # The second decode step looks, and slots may come back. The first one copies keys and
+            # values to where there is room for more, while the slots' memory is still free.
+            self._num_unseen = DECODE_STEPS - 2
         else:
             self._num_unseen = (self._num_unseen + 1) % DECODE_STEPS
             if self._num_unseen:

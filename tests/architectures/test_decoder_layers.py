@@ -351,6 +351,16 @@ def test_caches_that_are_copied_cropped_or_reordered_stay_apart(checkpoint):
         assert (logits - expected[:, 11].flip(0)).abs().max() < 1e-4  # torch's bits are by place
 
 
+def test_the_room_of_a_long_cache_is_an_eighth_of_it():
+    """A larger one would be memory that nobody counts."""
+    cache = DynamicCache()
+    keys = torch.zeros(1, 1, 1024, 2)
+    cache.update(keys, keys, 0)
+    layer = cache.layers[0]
+    attention_inputs.with_room(layer)
+    assert layer.keys.untyped_storage().nbytes() == (1024 + 128) * 2 * 4
+
+
 def test_a_cache_that_grows_is_not_copied_for_every_token():
     cache = DynamicCache()
     keys, values = torch.randn(2, 3, 5, 16), torch.randn(2, 3, 5, 8)

@@ -113,16 +113,20 @@ def test_decode_steps_take_slots_again_but_for_what_stays_free():
 
 
 @on_linux
-def test_the_first_decode_step_after_a_prompt_takes_them_again():
+def test_the_second_decode_step_after_a_prompt_takes_them_again():
+    """In the first one keys and values move to where there is room for more."""
     room, tier = make_room(25 * MIB)
     free: Any = room.memory
-    for num_decoded in (3, 1):  # short answers
+    for num_decoded in (4, 2):  # short answers
         room.make(step_of(Phase.PREFILL, 10))
         assert tier.table.num_slots < NUM_SLOTS
         free.free = 1000 * MIB
+        before = tier.table.num_slots
+        room.make(step_of(Phase.DECODE, 1))
+        assert tier.table.num_slots == before
         room.make(step_of(Phase.DECODE, 1))
         assert tier.table.num_slots == NUM_SLOTS
-        for _ in range(num_decoded - 1):
+        for _ in range(num_decoded - 2):
             room.make(step_of(Phase.DECODE, 1))
         free.free = 25 * MIB
 
