@@ -24,8 +24,8 @@ from moe_infinity.kernels.cpu.decoder_steps import Cached
 from moe_infinity.kernels.kv_layers import GROWING, WINDOWS, kind_of
 
 BUFFERS = "_moe_infinity_buffers"  # an attribute of cache layers
-# Tokens that a cache may take before it is copied again. More would be memory that no request asked
-# for: it comes from what a prompt has freed, so that the system has given it already.
+# The tokens that a cache may take at least, before it is copied again. Room that is not used takes
+# memory, too, where the C library makes it of what a prompt has freed.
 MIN_ROOM = 64
 # Tensors that a prompt of text has.
 OF_TEXT = (

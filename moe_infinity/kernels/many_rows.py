@@ -15,7 +15,7 @@ GFLOP/s of [rows, 2048] x [2048, 1536], one core:
 of one core with AVX512-BF16 (Zen 4), q4_k:
 
     rows                             2    4    8   32  512
-              FEW                   76   84   84   84
+              FEW                   76   84   84   84    -
               PANELS                30   50   67   92   98
               HALF_PANELS           37   64   98  162  185
 

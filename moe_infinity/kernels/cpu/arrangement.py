@@ -1,5 +1,6 @@
 """How a row of x is arranged in the order in which a weight's values come out of decoding; x is 0
-where the last step of a row overlaps the one before. steps.py says what a step is.
+where the last step of a row overlaps the one before. steps.py says what a step is, digits.py how x
+is multiplied with bytes.
 
 Legend: T tokens, C columns (inputs) of a weight.
 """
@@ -190,7 +191,7 @@ def _factors(kind: str, num_vectors: int) -> NDArray[np.float32]:
 
 def arranged(x_TC: NDArray[np.float32], loop: InnerLoop) -> NDArray[np.float32]:
     """x as [T, steps, vectors, LANES], in the order in which weights come out of decoding; 0 where
-    the last step overlaps the one before.
+    the last step overlaps the one before. Vectors may be digits (digits.py), of 64 bytes each.
     """
     arrangement = arrangement_for(loop, x_TC.shape[1])
     # numpy aligns to 16 bytes: then every vector would cross a cache line

@@ -80,7 +80,9 @@ class BlockKind(NamedTuple):
 
 
 def segment_of(b: Any, scale: Any, *words: Any, is_wide: bool = False) -> Segment:
-    """The bytes of one or two vectors of words; with `is_wide` they may be 128 or more."""
+    """The bytes of one or two vectors of words. They are below 64; with `is_wide`, for kinds that
+    lack LAST_SHIFTED, they may be any.
+    """
     return Segment(scale, _bytes(b, *words, is_wide=is_wide), words)
 
 

@@ -40,7 +40,9 @@ from moe_infinity.kernels.cpu.vectors import (
 
 NUM_DIGITS = 3
 FIRST_BITS = 6  # of the first digit, without the sign
-LEAST_EXPONENT = 30  # of a step's largest number, as it is stored: smaller ones keep fewer bits
+# Of a step's largest number, as it is stored. Smaller ones keep fewer bits; with a smaller exponent
+# their unit would be no normal number.
+LEAST_EXPONENT = 30
 MOST_COLUMNS = 256  # of a step
 
 

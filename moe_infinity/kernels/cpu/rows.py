@@ -271,6 +271,7 @@ def _add_bytes(b: Any, loop: InnerLoop, steps: list[BlockStep], x_of: Any, sums:
     for segments in zip(*(step.segments for step in steps), strict=True):
         for t, x in enumerate(x_of):
             for r, segment in enumerate(segments):
+                assert segment.words, loop
                 part = product_of_words(b, segment.words, x, vectors, loop.digit_bits)
                 totals[r][t] = _product(b, part, segment.scale, totals[r][t])
         vectors += NUM_DIGITS * len(segments[0].words)
