@@ -21,12 +21,10 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingW
 
 from moe_infinity.errors import UnsupportedModelError
 from moe_infinity.kernels.cpu.decoder_steps import Cached
-from moe_infinity.kernels.kv_layers import GROWING, WINDOWS, kind_of
+from moe_infinity.kernels.kv_layers import GROWING, WINDOWS, kind_of, with_capacity
 
 BUFFERS = "_moe_infinity_buffers"  # an attribute of cache layers
-# The tokens that a cache may take at least, before it is copied again. Room that is not used takes
-# memory, too, where the C library makes it of what a prompt has freed.
-MIN_ROOM = 64
+MIN_ROOM = 64  # tokens; in large caches room takes memory before it is used
 # Tensors that a prompt of text has.
 OF_TEXT = (
     "input_ids", "inputs", "attention_mask", "position_ids", "cache_position", "token_type_ids",
@@ -113,8 +111,8 @@ def with_room(cache_layer: Any) -> tuple[Tensor, Tensor]:
     if buffers is None or buffers.stop == buffers.keys.shape[2] or not buffers.hold(cache_layer):
         num_tokens = cache_layer.keys.shape[2]
         capacity = num_tokens + max(MIN_ROOM, num_tokens // 8)
-        keys = _widened(cache_layer.keys, capacity)
-        values = _widened(cache_layer.values, capacity)
+        keys = with_capacity(cache_layer.keys, capacity)
+        values = with_capacity(cache_layer.values, capacity)
         buffers = _Buffers(keys, values, 0, num_tokens)
         vars(cache_layer)[BUFFERS] = buffers
         _show(cache_layer, buffers)
@@ -136,14 +134,6 @@ def _show(cache_layer: Any, buffers: _Buffers) -> None:
     tokens = slice(buffers.start, buffers.stop)
     cache_layer.keys = buffers.keys[:, :, tokens]
     cache_layer.values = buffers.values[:, :, tokens]
-
-
-def _widened(x_BGNd: Tensor, capacity: int) -> Tensor:
-    num_seqs, num_groups, num_tokens, width = x_BGNd.shape
-    shape = num_seqs, num_groups, capacity, width
-    wide = torch.empty(shape, dtype=x_BGNd.dtype, device=x_BGNd.device)
-    wide[:, :, :num_tokens] = x_BGNd
-    return wide
 
 
 class KeysAndValues:

@@ -10,6 +10,7 @@ copying them needs no more than stock layers do. Recurrent states stay as they a
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from transformers.cache_utils import (
 from moe_infinity.errors import UnsupportedModelError
 from moe_infinity.kernels.kv_rows import packed_rows, unpacked_rows
 from moe_infinity.layout import KINDS
+from moe_infinity.system.memory import zeroed_memory
 
 
 class _Windowed:
@@ -135,6 +137,23 @@ def keep_alone(layer: Any) -> None:
         x: Tensor = getattr(layer, name)
         if x.untyped_storage().nbytes() > x.nbytes:
             setattr(layer, name, x.clone(memory_format=torch.contiguous_format))
+
+
+def with_capacity(x_BGNd: Tensor, capacity: int) -> Tensor:
+    """A copy of keys or values, with room for so many tokens; what is behind them is undefined. On
+    a CPU they get pages of their own, which the system has back when they are freed: a cache is
+    copied layer by layer, and the C library would keep the memory of the layers before. The pages
+    are small, so that unused room takes none.
+    """
+    num_seqs, num_groups, num_tokens, width = x_BGNd.shape
+    shape = num_seqs, num_groups, capacity, width
+    if x_BGNd.device.type == "cpu":
+        pages = zeroed_memory(math.prod(shape) * x_BGNd.itemsize, in_huge_pages=False)
+        wide = torch.frombuffer(pages, dtype=x_BGNd.dtype).view(shape)
+    else:
+        wide = x_BGNd.new_empty(shape)
+    wide[:, :, :num_tokens] = x_BGNd
+    return wide
 
 
 def kind_of(layer: Any) -> str | None:

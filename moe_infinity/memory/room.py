@@ -107,7 +107,7 @@ class Room:
         finally:
             self._set_aside_bytes = before
 
-    def _trim_for(self, num_bytes: int) -> None:
+    def _trim_for(self, num_bytes: float) -> None:
         """Give what the process has freed back to the system if fewer bytes than these are left.
         The C library keeps it otherwise: 0.1 to 0.7 GB of 4 after prompts of 2,000 tokens each.
         """
@@ -126,18 +126,18 @@ class Room:
         if step.phase is Phase.PREFILL:
             needs = self.needs.of_pass(num_tokens, step.context) + self._first_pass_bytes
             self._first_pass_bytes = 0
-            # The second decode step looks, and slots may come back. The first one copies keys and
-            # values to where there is room for more, while the slots' memory is still free.
-            self._num_unseen = DECODE_STEPS - 2
+            self._num_unseen = -1  # the next decode step looks: slots may come back
         else:
+            # After a prompt, keys and values are copied to where there is room for more.
+            num_copied = num_tokens * step.context if self._num_unseen < 0 else 0
             self._num_unseen = (self._num_unseen + 1) % DECODE_STEPS
             if self._num_unseen:
                 return
             num_tokens *= DECODE_STEPS
             needs = self.needs.of_decode_step(num_tokens, max(step.context, num_tokens))
+            needs += self.needs.kv.of(num_copied)
         needs += self.needs.kv.of(num_tokens)
-        if self._tier.table.num_withdrawn or self.left() < needs:
-            return_free_memory()
+        self._trim_for(math.inf if self._tier.table.num_withdrawn else needs)
         spare = self.keep_free(needs)
         if self._tier.table.num_withdrawn and step.phase is Phase.DECODE:
             kept_free = int(self.memory.num_bytes * SPARE_SHARE)

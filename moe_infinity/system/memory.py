@@ -45,13 +45,15 @@ def address_of(view: memoryview) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(view))
 
 
-def zeroed_memory(num_bytes: int) -> mmap.mmap:
-    """New memory, in huge pages if the system has any to give."""
+def zeroed_memory(num_bytes: int, *, in_huge_pages: bool = True) -> mmap.mmap:
+    """New memory, in huge pages if the system has any to give. Otherwise what is not written takes
+    none.
+    """
     if not linux.is_linux():
         return mmap.mmap(-1, num_bytes)
     memory = mmap.mmap(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(OSError):  # a kernel without huge pages
-        memory.madvise(mmap.MADV_HUGEPAGE)
+        memory.madvise(mmap.MADV_HUGEPAGE if in_huge_pages else mmap.MADV_NOHUGEPAGE)
     return memory
 
 

@@ -102,7 +102,7 @@ def test_decode_steps_take_slots_again_but_for_what_stays_free():
     room.make(step_of(Phase.PREFILL, 10))
     assert tier.table.num_slots == 11
     free: Any = room.memory
-    free.free = 76 * MIB  # and 5 of slots; the step needs 48, and 31 stay free
+    free.free = 77 * MIB  # and 5 of slots; the step needs 48 and copies 1, and 31 stay free
     for _ in range(DECODE_STEPS):
         room.make(step_of(Phase.DECODE, 1))
     assert tier.table.num_slots == 12
@@ -113,22 +113,34 @@ def test_decode_steps_take_slots_again_but_for_what_stays_free():
 
 
 @on_linux
-def test_the_second_decode_step_after_a_prompt_takes_them_again():
-    """In the first one keys and values move to where there is room for more."""
+def test_the_first_decode_step_after_a_prompt_takes_them_again():
     room, tier = make_room(25 * MIB)
     free: Any = room.memory
-    for num_decoded in (4, 2):  # short answers
+    for num_decoded in (3, 1):  # short answers
         room.make(step_of(Phase.PREFILL, 10))
         assert tier.table.num_slots < NUM_SLOTS
         free.free = 1000 * MIB
-        before = tier.table.num_slots
-        room.make(step_of(Phase.DECODE, 1))
-        assert tier.table.num_slots == before
         room.make(step_of(Phase.DECODE, 1))
         assert tier.table.num_slots == NUM_SLOTS
-        for _ in range(num_decoded - 2):
+        for _ in range(num_decoded - 1):
             room.make(step_of(Phase.DECODE, 1))
         free.free = 25 * MIB
+
+
+@on_linux
+def test_the_first_decode_step_leaves_room_for_a_copy_of_keys_and_values():
+    """Later ones do not: each layer's copy takes the place of one that was freed."""
+    room, tier = make_room(25 * MIB)
+    room.make(step_of(Phase.PREFILL, 10))
+    assert tier.table.num_slots == 11
+    free: Any = room.memory
+    free.free = 127 * MIB  # and 5 of slots; 48 for the step, 50 to copy, 31 stay free
+    step = replace(step_of(Phase.DECODE, 1), context=50)
+    room.make(step)
+    assert tier.table.num_slots == 13
+    for _ in range(DECODE_STEPS):
+        room.make(step)
+    assert tier.table.num_slots == NUM_SLOTS
 
 
 @on_linux

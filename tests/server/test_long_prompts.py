@@ -203,7 +203,6 @@ def test_what_was_freed_makes_room_for_a_pass_and_lets_slots_come_back(few_slots
     num_tokens = len(LONG) * room_module.DECODE_STEPS
     needs = room.needs.of_pass(num_tokens, num_tokens) + room.needs.kv.of(num_tokens)
     leave(few_slots, monkeypatch, needs - taken)  # enough for the step, and for no slot
-    pass_of(Phase.DECODE)  # which copies keys and values
     pass_of(Phase.DECODE)
     assert tier.table.num_withdrawn == 0
 
