@@ -177,6 +177,12 @@ def multiplies_bytes() -> bool:
     return "+avx512vnni" in processor()[1].split(",")
 
 
+@cache
+def permutes_bytes() -> bool:
+    """True if that processor permutes the bytes of a vector of 64 (AVX512-VBMI)."""
+    return "+avx512vbmi" in processor()[1].split(",")
+
+
 def _delete_unused(folder: Path) -> None:
     for mark in folder.glob("*/last-use"):
         with suppress(FileNotFoundError):  # another process deletes it, too

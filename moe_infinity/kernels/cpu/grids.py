@@ -1,25 +1,38 @@
-"""How blocks of GGML's types IQ1 to IQ3 become vectors of float32. A block has 256 weights: numbers
-of entries in a table of 8 or 4 neighbouring weights each, signs, and scales of 32 or 16 weights.
+"""How blocks of GGML's types IQ1 to IQ3 become words of bytes. A block has 256 weights: numbers of
+entries in a table of 8 or 4 neighbouring weights each, signs, and scales of 32 or 16 weights.
 
     weight = scale x entry x sign                          IQ2, IQ3
     weight = scale x (entry, which is -1, 0 or 1, +- 1/8)  IQ1
 
-What a block says is computed at once and written to the stack, from where it is read one by one.
-Tables are those of the `gguf` package, and become constants of the compiled code. They are in
-float32 as long as the first cache holds them: AVX2 takes several instructions to widen bytes.
+What a block says is computed at once. Bytes have no signs: each is the weight plus the same number,
+which is a minimum that is subtracted; entries.py has both forms of the tables.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import partial
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 from llvmlite import ir
 from numpy.typing import NDArray
 
-from moe_infinity.kernels.cpu.block_kind import BlockKind, BlockStep, Segment
+from moe_infinity.kernels.cpu.block_kind import (
+    LAST_SHIFTED,
+    MASKED,
+    BlockKind,
+    BlockStep,
+    Segment,
+    segment_of,
+)
+from moe_infinity.kernels.cpu.compiler import multiplies_bytes
+from moe_infinity.kernels.cpu.entries import (
+    Entries,
+    bytes_of_entries,
+    grid,
+    numbers_of_entries,
+    on_stack,
+)
 from moe_infinity.kernels.cpu.vectors import (
     F32,
     FLOATS,
@@ -27,136 +40,140 @@ from moe_infinity.kernels.cpu.vectors import (
     I16,
     I32,
     I64,
+    LANES,
     all_lanes,
     joined,
     load,
     number_at,
     pick,
     repeated,
-    store,
+    spread,
     vector_of,
 )
 
+NUM_WEIGHTS = 256  # of a block
 EIGHT = 8  # neighbouring weights, which have a byte of signs
-NUM_EIGHTS = 32  # of a block
+NUM_EIGHTS = 32
+TOGETHER = 128  # weights whose bytes are two vectors of words
+Load = Callable[[Any, int, Any], BlockStep]
 
 
-class Table(NamedTuple):
-    """The entries of a table, and which of them a block has."""
-
-    name: str  # in the compiled code
-    entries: NDArray[Any]  # [entries, weights], float32 or int8
-    places: Any  # address of an int16 for each entry of the block: bytes from the table's start
-
-    def eight(self, b: Any, index: int) -> Any:
-        """The weights of a block from 8 x `index` on, in float32."""
-        width = self.entries.shape[1]
-        kind = F32 if self.entries.dtype == np.float32 else I8
-        start = self._address(b)
-        found = []
-        for number in range(index * EIGHT // width, (index + 1) * EIGHT // width):
-            place = b.zext(number_at(b, self.places, 2 * number, I16), I64)
-            found.append(load(b, b.add(start, place), 0, kind, width))
-        weights = joined(b, found)
-        if kind == F32:
-            return weights
-        return b.sitofp(b.sext(weights, vector_of(I32, EIGHT)), vector_of(F32, EIGHT))
-
-    def _address(self, b: Any) -> Any:
-        name = f"moe_infinity_{self.name}"
-        constant = b.module.globals.get(name)
-        if constant is None:
-            kind = ir.ArrayType(I8, self.entries.nbytes)
-            constant = ir.GlobalVariable(b.module, kind, name)
-            constant.initializer = ir.Constant(kind, bytearray(self.entries.tobytes()))
-            constant.global_constant = True
-            constant.linkage = "internal"
-            constant.align = 64
-        return b.ptrtoint(constant, I64)
-
-
-class Signs(NamedTuple):
-    """The signs of a block: a bit in one of 8 words for each weight."""
-
-    words: Any  # address
-    bits: tuple[int, ...] = tuple(range(32))  # of a word, by weight
-
-    def of_two(self, b: Any, first: int, second: int) -> Iterator[Any]:
-        """Yield the signs, in the uppermost bits, of the weights from 8 x `first` and 8 x `second`
-        on, each in half of the lanes; then of the weights that follow them, 8 at a time.
-        """
-        places = [4 * (index // 4) for index in (first, second)]
-        pair = [repeated(b, number_at(b, self.words, at, I32), EIGHT) for at in places]
-        words = joined(b, pair)
-        while True:
-            starts = [EIGHT * (index % 4) for index in (first, second)]
-            shifts = [31 - bit for start in starts for bit in self.bits[start : start + EIGHT]]
-            yield b.and_(b.shl(words, ir.Constant(words.type, shifts)), all_lanes(I32, 1 << 31))
-            first += 1
-            second += 1
-
-
-def _step(b: Any, table: Table, scales: Any, signs: Signs | None, minima: Any = None) -> BlockStep:
-    """Decode a block whose `scales` are for equally many weights each. Half of the lanes are for
-    one scale and half for the next: so sums are scaled half as often.
+def _step(
+    b: Any, name: str, numbers: Any, scales: Any, signs: Any = None, minima: Any = None
+) -> BlockStep:
+    """Decode a block: the numbers of its entries in the table of that name, scales of equally many
+    weights each, and 8 words of a sign for each weight.
     """
-    num_scales = scales.type.count
-    per_scale = NUM_EIGHTS // num_scales
-    scales_at = _on_stack(b, scales)
+    table, added = _table(name), ADDED[name]
+    if not multiplies_bytes():
+        entries = numbers_of_entries(b, name, table, numbers)
+        return BlockStep(_segments(b, entries, scales, signs), _all(b, minima))
+    entries = bytes_of_entries(b, name, table + added, numbers)
+    segments = _segments_of_bytes(b, entries, added, scales, signs)
+    return BlockStep(segments, _all(b, scales if minima is None else minima))
+
+
+def _all(b: Any, minima: Any) -> Any:
+    """Minima in all lanes, over and over."""
+    if minima is None:
+        return None
+    return pick(b, minima, [lane % minima.type.count for lane in range(LANES)])
+
+
+def _table(name: str) -> NDArray[np.int64]:
+    """[entries, weights]. In IQ1_M each entry has a bit that says which eighth is added: that is
+    half of the table.
+    """
+    if name != "IQ1_M":
+        return grid(name)
+    eighths = 8 * grid(name)
+    return np.vstack([eighths + 1, eighths - 1])
+
+
+def _segments(b: Any, entries: Entries, scales: Any, signs: Any) -> Iterator[Segment]:
+    """Numbers. Half of the lanes are for one scale and half for the next: so sums are scaled half
+    as often.
+    """
+    per_scale = NUM_EIGHTS // scales.type.count
+    scales_at = on_stack(b, scales)
+    signs_at = None if signs is None else on_stack(b, signs)
 
     def values(starts: list[int]) -> Iterator[Any]:
-        bits = None if signs is None else signs.of_two(b, *starts)
+        bits = None if signs_at is None else _signs_of_two(b, signs_at, *starts)
         for k in range(per_scale):
-            value = joined(b, [table.eight(b, start + k) for start in starts])
+            value = joined(b, [entries.eight(b, start + k) for start in starts])
             if bits is not None:
                 value = b.bitcast(b.xor(b.bitcast(value, vector_of(I32)), next(bits)), FLOATS)
             yield value
 
-    def segments() -> Iterator[Segment]:
-        for first in range(0, num_scales, 2):
-            pair = [number_at(b, scales_at, 4 * number, F32) for number in (first, first + 1)]
-            scale = joined(b, [repeated(b, number, EIGHT) for number in pair])
-            yield Segment(scale, values([per_scale * first, per_scale * (first + 1)]))
-
-    return BlockStep(segments(), minima)
+    for first in range(0, scales.type.count, 2):
+        pair = [number_at(b, scales_at, 4 * number, F32) for number in (first, first + 1)]
+        scale = joined(b, [repeated(b, number, EIGHT) for number in pair])
+        yield Segment(scale, values([per_scale * first, per_scale * (first + 1)]))
 
 
-def _on_stack(b: Any, vector: Any) -> Any:
-    """Store a vector, and return the address."""
-    with b.goto_entry_block():
-        memory = b.alloca(vector.type)
-    at = b.ptrtoint(memory, I64)
-    store(b, vector, at)
-    return at
+def _signs_of_two(b: Any, signs_at: Any, first: int, second: int) -> Iterator[Any]:
+    """Yield the signs, in the uppermost bits, of the weights from 8 x `first` and 8 x `second` on,
+    each in half of the lanes; then of the weights that follow them, 8 at a time.
+    """
+    places = [4 * (index // 4) for index in (first, second)]
+    words = joined(b, [repeated(b, number_at(b, signs_at, at, I32), EIGHT) for at in places])
+    while True:
+        starts = [EIGHT * (index % 4) for index in (first, second)]
+        shifts = [31 - bit for start in starts for bit in range(start, start + EIGHT)]
+        yield b.and_(b.shl(words, ir.Constant(words.type, shifts)), all_lanes(I32, 1 << 31))
+        first += 1
+        second += 1
 
 
-def _grid(name: str) -> NDArray[np.float32]:
-    """[entries, weights]: the table of a type."""
-    from gguf import quants
+def _segments_of_bytes(
+    b: Any, entries: Any, added: int, scales: Any, signs: Any
+) -> Iterator[Segment]:
+    """Words. Half of the weights of each scale are bytes of the first of two vectors."""
+    length = NUM_WEIGHTS // scales.type.count // 2
+    bits = None if signs is None else _by_halves(b, signs, length)
 
-    kind = getattr(quants, name)
-    kind.init_grid()
-    grid: NDArray[np.float32] = kind.grid.reshape(kind.grid_shape)
-    return grid
+    def words(first: int, half: int) -> Any:
+        runs = range(first + half * length, first + TOGETHER, 2 * length)
+        firsts = (start for run in runs for start in range(run, run + length, entries.width))
+        weights = entries.bytes_of(b, [start // entries.width for start in firsts])
+        if bits is not None:
+            of_these = number_at(b, bits[half], first // 16, I64)
+            is_negative = b.bitcast(of_these, vector_of(ir.IntType(1), 64))
+            negated = b.sub(all_lanes(I8, 2 * added, 64), weights)
+            weights = b.select(is_negative, negated, weights)
+        return b.bitcast(weights, vector_of(I32))
+
+    for first in range(0, NUM_WEIGHTS, TOGETHER):
+        numbers = range(first // (2 * length), (first + TOGETHER) // (2 * length))
+        scale = spread(b, pick(b, scales, numbers))
+        yield segment_of(b, scale, words(first, 0), words(first, 1), is_wide=_is_wide(added))
 
 
-def _places(b: Any, low: Any, entry_bytes: int, high: Any = None, num_bits: int = 0) -> Any:
-    """The address of the places of entries, of whose numbers these are the lower 8 bits. A number
-    of `high` has `num_bits` more of several, the first in its lowest bits.
+def _by_halves(b: Any, signs: Any, length: int) -> list[Any]:
+    """The addresses of the signs of every second run of this length, and of the other runs."""
+    runs = b.bitcast(signs, vector_of(ir.IntType(length), NUM_WEIGHTS // length))
+    return [on_stack(b, pick(b, runs, range(half, runs.type.count, 2))) for half in range(2)]
+
+
+def _numbers(b: Any, low: Any, high: Any = None, num_bits: int = 0) -> Any:
+    """The numbers of entries, of which these are the lower 8 bits. A number of `high` has
+    `num_bits` more of several, the first in its lowest bits.
     """
     count = low.type.count
-    shift = entry_bytes.bit_length() - 1
-    places = b.shl(b.zext(low, vector_of(I16, count)), all_lanes(I16, shift, count))
-    if high is not None:
-        each = count // high.type.count
-        spread = pick(b, high, [entry // each for entry in range(count)])
-        if spread.type != places.type:
-            spread = b.zext(spread, places.type)
-        shifts = [shift + 8 - num_bits * (entry % each) for entry in range(count)]
-        bits = b.shl(spread, ir.Constant(places.type, shifts))
-        mask = (1 << num_bits) - 1 << shift + 8
-        places = b.or_(places, b.and_(bits, all_lanes(I16, mask, count)))
-    return _on_stack(b, places)
+    numbers = b.zext(low, vector_of(I16, count))
+    if high is None:
+        return numbers
+    each = count // high.type.count
+    spread = pick(b, high, [entry // each for entry in range(count)])
+    if spread.type != numbers.type:
+        spread = b.zext(spread, numbers.type)
+    shifts = [8 - num_bits * (entry % each) for entry in range(count)]
+    left, right = ([max(sign * shift, 0) for shift in shifts] for sign in (1, -1))
+    bits = b.shl(spread, ir.Constant(numbers.type, left))
+    bits = b.lshr(bits, ir.Constant(numbers.type, right))
+    mask = (1 << num_bits) - 1 << 8
+    return b.or_(numbers, b.and_(bits, all_lanes(I16, mask, count)))
 
 
 def _scales(b: Any, numbers: Any, factor: Any) -> Any:
@@ -178,47 +195,39 @@ def _nibbles(b: Any, at: Any, offset: int, count: int) -> Any:
     return b.and_(both, all_lanes(I32, 15, count))
 
 
-def _signs_of_words(b: Any, words: Any) -> Signs:
-    """Four times 7 signs in the lower bits of a word. With an eighth their number is even: these
-    take the four bits above them.
-    """
-    folded = words
-    for shift in (1, 2):
-        pairs, folded = folded, b.xor(folded, b.lshr(folded, all_lanes(I32, shift, 8)))
-    folded = b.xor(folded, b.lshr(pairs, all_lanes(I32, 4, 8)))
-    folded = b.xor(folded, b.lshr(words, all_lanes(I32, 6, 8)))
-    odd = b.and_(folded, all_lanes(I32, 1 | 1 << 7 | 1 << 14 | 1 << 21, 8))
-    odd = b.mul(odd, all_lanes(I32, 1 << 28 | 1 << 22 | 1 << 16 | 1 << 10, 8))
-    odd = b.and_(odd, all_lanes(I32, 15 << 28, 8))
-    words = b.or_(odd, b.and_(words, all_lanes(I32, (1 << 28) - 1, 8)))
-    bits = [7 * k + lane if lane < 7 else 28 + k for k in range(4) for lane in range(EIGHT)]
-    return Signs(_on_stack(b, words), tuple(bits))
+def _signs_of_words(b: Any, words: Any) -> Any:
+    """The signs of which a word has four times 7, in its lower bits."""
+    sevens = vector_of(I32, 8)(None)
+    for k in range(4):
+        bits = b.and_(words, all_lanes(I32, 0x7F << 7 * k, 8))
+        sevens = b.or_(sevens, b.shl(bits, all_lanes(I32, k, 8)))
+    return _signs_of_bytes(b, sevens)
 
 
-def _signs_of_bytes(b: Any, sevens: Any) -> Signs:
-    """Bytes of 7 signs; with an eighth their number is even."""
+def _signs_of_bytes(b: Any, sevens: Any) -> Any:
+    """The signs of which a byte has 7; with an eighth their number is even."""
     words = folded = b.bitcast(sevens, vector_of(I32, 8))
     for shift in (4, 2, 1):
         folded = b.xor(folded, b.lshr(folded, all_lanes(I32, shift, 8)))
     odd = b.shl(b.and_(folded, all_lanes(I32, 0x01010101, 8)), all_lanes(I32, 7, 8))
-    return Signs(_on_stack(b, b.or_(words, odd)))
+    return b.or_(words, odd)
 
 
 def _iq1_s(b: Any, num_vectors: int, at: Any) -> BlockStep:
+    """A bit says which eighth is added, which is a minimum, too."""
     high = load(b, at, 34, I16, 8)
-    places = _places(b, load(b, at, 2, I8, 32), 8, high, 3)
     wide = b.zext(high, vector_of(I32, 8))
     numbers = b.and_(b.lshr(wide, all_lanes(I32, 12, 8)), all_lanes(I32, 7, 8))
     scales = _scales(b, numbers, _half(b, at, 0))
-    signs = b.shl(b.lshr(wide, all_lanes(I32, 15, 8)), all_lanes(I32, 31, 8))
-    minima = b.bitcast(b.xor(b.bitcast(scales, wide.type), signs), scales.type)
-    table = Table("iq1_s", _grid("IQ1_S").astype(np.int8), places)
-    return _step(b, table, scales, None, joined(b, [minima] * 2))
+    bits = b.lshr(wide, all_lanes(I32, 15, 8))
+    added = ADDED["IQ1_S"] if multiplies_bytes() else 0
+    eighths = b.add(b.shl(bits, all_lanes(I32, 1, 8)), all_lanes(I32, 8 * added - 1, 8))
+    minima = b.fmul(scales, b.sitofp(eighths, scales.type))
+    numbers = _numbers(b, load(b, at, 2, I8, 32), high, 3)
+    return _step(b, "IQ1_S", numbers, scales, minima=minima)
 
 
 def _iq1_m(b: Any, num_vectors: int, at: Any) -> BlockStep:
-    """Each entry has a bit that says which eighth is added: that is half of the table."""
-    places = _places(b, load(b, at, 0, I8, 32), 8, load(b, at, 32, I8), 4)
     factor = I16(0)
     for k in range(4):
         top = b.and_(number_at(b, at, 48 + 2 * k, I16), I16(15 << 12))
@@ -227,9 +236,9 @@ def _iq1_m(b: Any, num_vectors: int, at: Any) -> BlockStep:
     numbers = pick(b, stored, [number // 4 for number in range(16)])
     shifts = [3 * (number % 4) for number in range(16)]
     numbers = b.and_(b.lshr(numbers, ir.Constant(numbers.type, shifts)), all_lanes(I32, 7))
-    eighths = 8 * _grid("IQ1_M")
-    table = Table("iq1_m", np.vstack([eighths + 1, eighths - 1]).astype(np.int8), places)
-    return _step(b, table, _scales(b, numbers, b.bitcast(factor, ir.HalfType())), None)
+    scales = _scales(b, numbers, b.bitcast(factor, ir.HalfType()))
+    numbers = _numbers(b, load(b, at, 0, I8, 32), load(b, at, 32, I8), 4)
+    return _step(b, "IQ1_M", numbers, scales)
 
 
 def _iq2_xxs(b: Any, num_vectors: int, at: Any) -> BlockStep:
@@ -237,53 +246,74 @@ def _iq2_xxs(b: Any, num_vectors: int, at: Any) -> BlockStep:
     low = b.bitcast(pick(b, pairs, range(0, 16, 2)), vector_of(I8, 32))
     words = pick(b, pairs, range(1, 16, 2))
     scales = _scales(b, b.lshr(words, all_lanes(I32, 28, 8)), _half(b, at, 0))
-    table = Table("iq2_xxs", _grid("IQ2_XXS"), _places(b, low, 32))
-    return _step(b, table, scales, _signs_of_words(b, words))
+    return _step(b, "IQ2_XXS", _numbers(b, low), scales, _signs_of_words(b, words))
 
 
 def _iq2_xs(b: Any, num_vectors: int, at: Any) -> BlockStep:
     stored = load(b, at, 2, I16, 32)
-    places = b.shl(b.and_(stored, all_lanes(I16, 511, 32)), all_lanes(I16, 5, 32))
+    numbers = b.and_(stored, all_lanes(I16, 511, 32))
     sevens = b.trunc(b.lshr(stored, all_lanes(I16, 9, 32)), vector_of(I8, 32))
     scales = _scales(b, _nibbles(b, at, 66, 16), _half(b, at, 0))
-    table = Table("iq2_xs", _grid("IQ2_XS"), _on_stack(b, places))
-    return _step(b, table, scales, _signs_of_bytes(b, sevens))
+    return _step(b, "IQ2_XS", numbers, scales, _signs_of_bytes(b, sevens))
 
 
 def _iq2_s(b: Any, num_vectors: int, at: Any) -> BlockStep:
-    places = _places(b, load(b, at, 2, I8, 32), 32, load(b, at, 66, I8, 8), 2)
+    numbers = _numbers(b, load(b, at, 2, I8, 32), load(b, at, 66, I8, 8), 2)
     scales = _scales(b, _nibbles(b, at, 74, 16), _half(b, at, 0))
-    return _step(b, Table("iq2_s", _grid("IQ2_S"), places), scales, Signs(b.add(at, I64(34))))
+    return _step(b, "IQ2_S", numbers, scales, load(b, at, 34, I32, 8))
 
 
 def _iq3_xxs(b: Any, num_vectors: int, at: Any) -> BlockStep:
     words = load(b, at, 66, I32, 8)
     scales = _scales(b, b.lshr(words, all_lanes(I32, 28, 8)), _half(b, at, 0))
-    table = Table("iq3_xxs", _grid("IQ3_XXS"), _places(b, load(b, at, 2, I8, 64), 16))
-    return _step(b, table, scales, _signs_of_words(b, words))
+    numbers = _numbers(b, load(b, at, 2, I8, 64))
+    return _step(b, "IQ3_XXS", numbers, scales, _signs_of_words(b, words))
 
 
 def _iq3_s(b: Any, num_vectors: int, at: Any) -> BlockStep:
-    places = _places(b, load(b, at, 2, I8, 64), 16, load(b, at, 66, I8, 8), 1)
+    numbers = _numbers(b, load(b, at, 2, I8, 64), load(b, at, 66, I8, 8), 1)
     scales = _scales(b, _nibbles(b, at, 106, 8), _half(b, at, 0))
-    return _step(b, Table("iq3_s", _grid("IQ3_S"), places), scales, Signs(b.add(at, I64(74))))
+    return _step(b, "IQ3_S", numbers, scales, load(b, at, 74, I32, 8))
 
 
-# As in blocks.py: pairs of scales, the two, eights, columns.
-BY_32 = (4, 2, 4, 8), (0, 2, 1, 3)
-BY_16 = (8, 2, 2, 8), (0, 2, 1, 3)
-FOR_32 = tuple(range(8))  # the lane of each
+# What is added to bytes: as much as the largest weight has, or more.
+ADDED = {
+    "IQ1_S": 1, "IQ1_M": 9, "IQ2_XXS": 64, "IQ2_XS": 64, "IQ2_S": 64, "IQ3_XXS": 64, "IQ3_S": 16,
+}  # fmt: skip
+
+
+def _is_wide(added: int) -> bool:
+    """True if bytes are not below 64."""
+    return 2 * added >= 64
+
+
+def _kind(name: str, load: Load, width: int, *, left_out: float = 1.0, rows: int = 2) -> BlockKind:
+    """A kind whose blocks have a scale for `width` weights. Columns as in blocks.py: of bytes,
+    halves of a block, scales, runs, words, bytes; of numbers, pairs of scales, the two, eights,
+    columns.
+    """
+    num_scales = NUM_WEIGHTS // width
+    lanes = tuple(range(num_scales))
+    times = -0.125 if name == "IQ1_S" else -ADDED[name]
+    if multiplies_bytes():
+        shape: tuple[int, ...] = (2, num_scales // 2, 2, width // 8, 4)
+        lacking = LAST_SHIFTED if _is_wide(ADDED[name]) else MASKED
+        return BlockKind(load, (shape, (0, 2, 4, 1, 3)), width, lanes, times, left_out, lacking)
+    shape = (num_scales // 2, 2, width // EIGHT, EIGHT)
+    kind = BlockKind(load, (shape, (0, 2, 1, 3)), left_out=left_out, lacking=(1.0,), rows=rows)
+    if name != "IQ1_S":
+        return kind
+    return kind._replace(sum_width=width, sum_lanes=lanes, times=times)
+
 
 # Rows that are decoded together share what is loaded of x, and their instructions wait for each
 # other less: with AVX2, IQ1 takes 0.75 times as long with four, IQ2 and IQ3 0.9 times with two.
-_by_table = partial(BlockKind, lacking=(1.0,), rows=2)
-
 GRID_KINDS = {
-    "iq1_s": _by_table(_iq1_s, BY_32, 32, FOR_32, times=0.125, rows=4),
-    "iq1_m": _by_table(_iq1_m, BY_16, left_out=0.125, rows=4),
-    "iq2_xxs": _by_table(_iq2_xxs, BY_32, left_out=0.125),
-    "iq2_xs": _by_table(_iq2_xs, BY_16, left_out=0.125),
-    "iq2_s": _by_table(_iq2_s, BY_16, left_out=0.125),
-    "iq3_xxs": _by_table(_iq3_xxs, BY_32, left_out=0.25),
-    "iq3_s": _by_table(_iq3_s, BY_32),
+    "iq1_s": _kind("IQ1_S", _iq1_s, 32, rows=4),
+    "iq1_m": _kind("IQ1_M", _iq1_m, 16, left_out=0.125, rows=4),
+    "iq2_xxs": _kind("IQ2_XXS", _iq2_xxs, 32, left_out=0.125),
+    "iq2_xs": _kind("IQ2_XS", _iq2_xs, 16, left_out=0.125),
+    "iq2_s": _kind("IQ2_S", _iq2_s, 16, left_out=0.125),
+    "iq3_xxs": _kind("IQ3_XXS", _iq3_xxs, 32, left_out=0.25),
+    "iq3_s": _kind("IQ3_S", _iq3_s, 32),
 }

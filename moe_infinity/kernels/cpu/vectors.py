@@ -15,7 +15,7 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from moe_infinity.kernels.cpu.compiler import processor
+from moe_infinity.kernels.cpu.compiler import permutes_bytes
 from moe_infinity.layout import NIBBLES
 
 LANES = 16  # float32 values of a vector; LLVM splits them where the machine has narrower ones
@@ -85,7 +85,7 @@ def look_up(b: Any, table: tuple[int, ...], words: Any) -> Any:
     LLVM makes one instruction of the picks from a vector, if the processor has it: for 64 bytes
     with AVX512-VBMI, elsewhere for 16.
     """
-    width = 64 if "+avx512vbmi" in processor()[1].split(",") else 16
+    width = 64 if permutes_bytes() else 16
     source = ir.Constant(vector_of(I8, width), [*table] * (width // len(table)))
     every = b.bitcast(words, vector_of(I8, 64))
     found = []
