@@ -64,7 +64,8 @@ def _step(
     """Decode a block: the numbers of its entries in the table of that name, scales of equally many
     weights each, and 8 words of a sign for each weight.
     """
-    table, added = _table(name), ADDED[name]
+    table = _table(name)
+    added = ADDED[name]
     if not multiplies_bytes():
         entries = numbers_of_entries(b, name, table, numbers)
         return BlockStep(_segments(b, entries, scales, signs), _all(b, minima))
