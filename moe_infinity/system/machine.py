@@ -200,14 +200,16 @@ def _limit_bytes(folder: Path) -> int | None:
 
 
 def _used_bytes(folder: Path) -> int:
-    """The bytes that the group uses, without the page cache that it may drop."""
+    """The bytes that the group uses, without the page cache, which it drops before it is short of
+    memory, also what is active: a file that was read twice.
+    """
     for name in ("memory.current", "memory.usage_in_bytes"):
         text = _text(folder / name)
         if text.isdigit():
             fields = dict(line.split() for line in _text(folder / "memory.stat").splitlines())
-            alone = fields.get("inactive_file", "0")  # in v1 without that of the groups inside
-            droppable = fields.get("total_inactive_file", alone)
-            return max(int(text) - int(droppable), 0)
+            kinds = "inactive_file", "active_file"  # in v1 without those of the groups inside
+            droppable = sum(int(fields.get(f"total_{kind}", fields.get(kind, 0))) for kind in kinds)
+            return max(int(text) - droppable, 0)
     return 0
 
 

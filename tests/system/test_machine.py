@@ -154,7 +154,10 @@ def test_available_is_what_the_control_group_has_left(group):
 
 @pytest.mark.parametrize(
     "stat",
-    ["anon 9\ninactive_file 3000\n", "inactive_file 7\ncache 9\ntotal_inactive_file 3000\n"],
+    [
+        "anon 9\ninactive_file 1000\nactive_file 2000\n",
+        "inactive_file 7\ncache 9\ntotal_inactive_file 3000\nactive_file 5\ntotal_active_file 0\n",
+    ],
     ids=["v2", "v1"],
 )
 def test_page_cache_that_can_be_dropped_is_available_that_of_inner_groups_included(group, stat):
