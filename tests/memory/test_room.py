@@ -129,7 +129,7 @@ def test_the_first_decode_step_after_a_prompt_takes_them_again():
 
 @on_linux
 def test_the_first_decode_step_leaves_room_for_a_copy_of_keys_and_values():
-    """Half as much as these take: the copies are larger, and those of a layer are there twice. Later
+    """Half as much as these take: copies are larger, and those of a layer are there twice. Later
     steps copy nothing.
     """
     room, tier = make_room(25 * MIB)
