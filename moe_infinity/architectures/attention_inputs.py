@@ -22,11 +22,9 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingW
 from moe_infinity.errors import UnsupportedModelError
 from moe_infinity.kernels.cpu.decoder_steps import Cached
 from moe_infinity.kernels.kv_layers import GROWING, WINDOWS, kind_of, with_capacity
-from moe_infinity.system.memory import return_free_memory
 
 BUFFERS = "_moe_infinity_buffers"  # an attribute of cache layers
 MIN_ROOM = 64  # tokens; in large caches room takes memory before it is used
-TRIMMED_BYTES = 2 << 20  # of a layer's keys: the C library would keep those of all layers
 # Tensors that a prompt of text has.
 OF_TEXT = (
     "input_ids", "inputs", "attention_mask", "position_ids", "cache_position", "token_type_ids",
@@ -117,9 +115,7 @@ def with_room(cache_layer: Any) -> tuple[Tensor, Tensor]:
         values = with_capacity(cache_layer.values, capacity)
         buffers = _Buffers(keys, values, 0, num_tokens)
         vars(cache_layer)[BUFFERS] = buffers
-        _show(cache_layer, buffers)  # this frees what was copied
-        if keys.nbytes > TRIMMED_BYTES:
-            return_free_memory()
+        _show(cache_layer, buffers)
     tokens = slice(buffers.start, buffers.stop + 1)
     return buffers.keys[:, :, tokens], buffers.values[:, :, tokens]
 

@@ -27,7 +27,10 @@ from transformers.cache_utils import (
 from moe_infinity.errors import UnsupportedModelError
 from moe_infinity.kernels.kv_rows import packed_rows, unpacked_rows
 from moe_infinity.layout import KINDS
-from moe_infinity.system.memory import zeroed_memory
+from moe_infinity.system.memory import return_free_memory, zeroed_memory
+
+TRIMMED_BYTES = 32 << 20  # to give so many back takes less time than to copy them
+_copied_bytes = 0  # since freed memory was given back last; of all caches, as the C library is
 
 
 class _Windowed:
@@ -141,19 +144,30 @@ def keep_alone(layer: Any) -> None:
 
 def with_capacity(x_BGNd: Tensor, capacity: int) -> Tensor:
     """A copy of keys or values, with room for so many tokens; what is behind them is undefined. On
-    a CPU they get pages of their own, which the system has back when they are freed: a cache is
-    copied layer by layer, and the C library would keep the memory of the layers before. The pages
-    are small, so that unused room takes none.
+    a CPU they get pages of their own, which the system has back when they are freed. The pages are
+    small, so that unused room takes none.
+
+    A cache is copied layer by layer, and the C library would keep what the layers before have freed
+    by now: it goes back to the system.
     """
     num_seqs, num_groups, num_tokens, width = x_BGNd.shape
     shape = num_seqs, num_groups, capacity, width
     if x_BGNd.device.type == "cpu":
+        _note_copied(x_BGNd.nbytes)
         pages = zeroed_memory(math.prod(shape) * x_BGNd.itemsize, in_huge_pages=False)
         wide = torch.frombuffer(pages, dtype=x_BGNd.dtype).view(shape)
     else:
         wide = x_BGNd.new_empty(shape)
     wide[:, :, :num_tokens] = x_BGNd
     return wide
+
+
+def _note_copied(num_bytes: int) -> None:
+    global _copied_bytes
+    if _copied_bytes >= TRIMMED_BYTES:
+        return_free_memory()
+        _copied_bytes = 0
+    _copied_bytes += num_bytes
 
 
 def kind_of(layer: Any) -> str | None:

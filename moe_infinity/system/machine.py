@@ -200,8 +200,8 @@ def _limit_bytes(folder: Path) -> int | None:
 
 
 def _used_bytes(folder: Path) -> int:
-    """The bytes that the group uses, without the page cache, which it drops before it is short of
-    memory, also what is active: a file that was read twice.
+    """The bytes that the group uses, without the page cache: the kernel drops it before the group
+    is short of memory, also what is active, files that were read twice.
     """
     for name in ("memory.current", "memory.usage_in_bytes"):
         text = _text(folder / name)

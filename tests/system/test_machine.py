@@ -156,7 +156,7 @@ def test_available_is_what_the_control_group_has_left(group):
     "stat",
     [
         "anon 9\ninactive_file 1000\nactive_file 2000\n",
-        "inactive_file 7\ncache 9\ntotal_inactive_file 3000\nactive_file 5\ntotal_active_file 0\n",
+        "inactive_file 7\nactive_file 5\ntotal_inactive_file 1000\ntotal_active_file 2000\n",
     ],
     ids=["v2", "v1"],
 )

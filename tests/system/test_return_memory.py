@@ -25,16 +25,18 @@ assert before - resident() > 150e6, (before, resident())
 
 
 COPIED = """
+import sys
 import torch
 from transformers.cache_utils import DynamicCache
 from moe_infinity.architectures.attention_inputs import with_room
 from moe_infinity.system.machine import own_bytes
 
+num_layers, width = map(int, sys.argv[1:])
 torch.ones(24 << 20, dtype=torch.uint8)  # freed: from now on the C library keeps what is smaller
 cache = DynamicCache()
 for _ in range(2):  # passes of a prompt
-    for layer_idx in range(16):
-        half = torch.ones(1, 1, 1024, 2048)
+    for layer_idx in range(num_layers):
+        half = torch.ones(1, 1, 1024, width)
         cache.update(half, half, layer_idx)
 before = own_bytes()
 for layer in cache.layers:
@@ -52,8 +54,9 @@ def test_freed_memory_goes_back_to_the_system():
 
 
 @on_glibc
-def test_what_a_cache_is_copied_from_is_given_back_layer_by_layer():
-    """512 MiB of keys and values are copied, and are never there twice."""
-    command = [sys.executable, "-c", COPIED]
+@pytest.mark.parametrize(("num_layers", "width"), [(16, 2048), (128, 192)])
+def test_what_a_cache_is_copied_from_is_given_back_layer_by_layer(num_layers, width):
+    """512 and 384 MiB of keys and values are copied, and are never there twice."""
+    command = [sys.executable, "-c", COPIED, str(num_layers), str(width)]
     done = subprocess.run(command, check=True, timeout=100, capture_output=True, text=True)
     assert int(done.stdout) < 100

@@ -36,7 +36,7 @@ from moe_infinity.kernels.cpu.vectors import (
 NUM_BYTES = 64  # of a vector
 WORDS = vector_of(I16, 32)
 MOST_FLOAT_BYTES = 32 << 10
-MOST_ENTRIES = 512  # of a table in registers: choosing from 1,024 takes longer than looking them up
+MOST_ENTRIES = 512  # of a table in registers: choosing from 1,024 takes longer than reading memory
 
 
 class Entries(NamedTuple):

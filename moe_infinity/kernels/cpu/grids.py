@@ -277,7 +277,7 @@ def _iq3_s(b: Any, num_vectors: int, at: Any) -> BlockStep:
     return _step(b, "IQ3_S", numbers, scales, load(b, at, 74, I32, 8))
 
 
-# What is added to bytes: as much as the largest weight has, or more.
+# What is added to bytes: the largest size of a weight, or more.
 ADDED = {
     "IQ1_S": 1, "IQ1_M": 9, "IQ2_XXS": 64, "IQ2_XS": 64, "IQ2_S": 64, "IQ3_XXS": 64, "IQ3_S": 16,
 }  # fmt: skip

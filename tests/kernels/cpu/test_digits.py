@@ -12,6 +12,7 @@ from torch import Tensor
 
 from moe_infinity.kernels.cpu.arrangement import arranged, tables_of
 from moe_infinity.kernels.cpu.compiler import multiplies_bytes
+from moe_infinity.kernels.cpu.grids import GRID_KINDS
 from moe_infinity.kernels.cpu.steps import loop_for
 from tests.kernels.cpu.test_blocks import dequantized, packed, product
 from tests.kernels.stored_weights import ggml_blocks
@@ -21,7 +22,10 @@ pytestmark = [
     pytest.mark.skipif(not multiplies_bytes(), reason="the processor does not multiply bytes"),
 ]
 
-KINDS = {"q4_k": 8, "q6_k": 8, "q4_0": 8, "q2_k": 8, "iq4_xs": 7, "ggml_mxfp4": 8}
+KINDS = {
+    "q4_k": 8, "q6_k": 8, "q4_0": 8, "q2_k": 8, "iq4_xs": 7, "ggml_mxfp4": 8, "iq1_m": 8,
+    "iq2_xxs": 7, "iq3_s": 8,
+}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -45,7 +49,7 @@ def from_digits(x_TC: Tensor, kind: str) -> tuple[Tensor, Tensor]:
     order = tables_of(loop).order[:-1].reshape(count, 4, 16).transpose(0, 2, 1)
     found = np.zeros((*floats.shape[:2], loop.num_columns))
     found[..., order] = numbers * units[..., None, None, None]
-    left_out = {"ggml_mxfp4": 0.5}.get(kind, 1.0)
+    left_out = {"ggml_mxfp4": 0.5, "iq1_m": 0.125, "iq2_xxs": 0.125}.get(kind, 1.0)
     return torch.from_numpy(found / left_out), torch.from_numpy(units / left_out)
 
 
@@ -109,6 +113,17 @@ def test_the_largest_bytes_and_digits_do_not_overflow(kind):
             expected = x.double() @ weight.t()
             size = x.double().abs() @ weight.abs().t()
             assert ((found - expected).abs() <= 1e-6 * size).all()
+
+
+@pytest.mark.parametrize("kind", GRID_KINDS)
+def test_sums_of_products_that_are_all_positive_do_not_overflow(kind):
+    """A token for each row, as large as may be, with the signs of its weights."""
+    values = ggml_blocks(kind, 4, 512)
+    weight = dequantized(kind, values)
+    x = 1.9999 * weight.sign()
+    found = product(x, packed(kind, values)).diagonal().double()
+    expected = (x.double() * weight).sum(1)
+    assert ((found - expected).abs() <= 2e-6 * expected).all()
 
 
 SMALL = ("iq4_nl", "q5_0", "mxfp4")
