@@ -24,7 +24,7 @@ from moe_infinity.kernels.cpu.decoder_steps import Cached
 from moe_infinity.kernels.kv_layers import GROWING, WINDOWS, kind_of, with_capacity
 
 BUFFERS = "_moe_infinity_buffers"  # an attribute of cache layers
-MIN_ROOM = 64  # tokens; in large caches room takes memory before it is used
+MIN_ROOM = 64  # tokens
 # Tensors that a prompt of text has.
 OF_TEXT = (
     "input_ids", "inputs", "attention_mask", "position_ids", "cache_position", "token_type_ids",

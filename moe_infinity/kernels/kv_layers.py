@@ -29,8 +29,8 @@ from moe_infinity.kernels.kv_rows import packed_rows, unpacked_rows
 from moe_infinity.layout import KINDS
 from moe_infinity.system.memory import return_free_memory, zeroed_memory
 
-TRIMMED_BYTES = 32 << 20  # to give so many back takes less time than to copy them
-_copied_bytes = 0  # since freed memory was given back last; of all caches, as the C library is
+TRIMMED_BYTES = 32 << 20  # that are copied before freed memory is given back
+_copied_bytes = 0  # since that was done last; of all caches, as they share the C library's memory
 
 
 class _Windowed:
@@ -163,6 +163,7 @@ def with_capacity(x_BGNd: Tensor, capacity: int) -> Tensor:
 
 
 def _note_copied(num_bytes: int) -> None:
+    """Give back what was freed behind the copies before this one, if these were large enough."""
     global _copied_bytes
     if _copied_bytes >= TRIMMED_BYTES:
         return_free_memory()

@@ -128,8 +128,8 @@ class Room:
             self._first_pass_bytes = 0
             self._num_unseen = -1  # the next decode step looks: slots may come back
         else:
-            # After a prompt, keys and values are copied to where there is room for more. A layer's
-            # are there twice until the next layers are copied.
+            # After a prompt, keys and values are copied to where there is room for more. Those of
+            # a layer or two are there twice for a while: half of all is enough for most models.
             num_copied = num_tokens * step.context // 2 if self._num_unseen < 0 else 0
             self._num_unseen = (self._num_unseen + 1) % DECODE_STEPS
             if self._num_unseen:

@@ -1,11 +1,12 @@
-"""How blocks of GGML's types IQ1 to IQ3 become words of bytes. A block has 256 weights: numbers of
-entries in a table of 8 or 4 neighbouring weights each, signs, and scales of 32 or 16 weights.
+"""How blocks of GGML's types IQ1 to IQ3 are decoded. A block has 256 weights: numbers of entries in
+a table of 8 or 4 neighbouring weights each, signs, and scales of 32 or 16 weights.
 
     weight = scale x entry x sign                          IQ2, IQ3
     weight = scale x (entry, which is -1, 0 or 1, +- 1/8)  IQ1
 
-What a block says is computed at once. Bytes have no signs: each is the weight plus the same number,
-which is a minimum that is subtracted; entries.py has both forms of the tables.
+Weights become bytes if the processor multiplies these, and float32 otherwise; entries.py has both
+forms of the tables. Bytes have no signs: to each weight the same number is added, and its product
+with the sums of x is subtracted, as that of a minimum is.
 """
 
 from __future__ import annotations
@@ -92,8 +93,8 @@ def _table(name: str) -> NDArray[np.int64]:
 
 
 def _segments(b: Any, entries: Entries, scales: Any, signs: Any) -> Iterator[Segment]:
-    """Numbers. Half of the lanes are for one scale and half for the next: so sums are scaled half
-    as often.
+    """Weights as float32. Half of the lanes are for one scale and half for the next: so sums are
+    scaled half as often.
     """
     per_scale = NUM_EIGHTS // scales.type.count
     scales_at = on_stack(b, scales)
@@ -130,7 +131,7 @@ def _signs_of_two(b: Any, signs_at: Any, first: int, second: int) -> Iterator[An
 def _segments_of_bytes(
     b: Any, entries: Any, added: int, scales: Any, signs: Any
 ) -> Iterator[Segment]:
-    """Words. Half of the weights of each scale are bytes of the first of two vectors."""
+    """Weights as bytes of words. Half of those of each scale are in the first of two vectors."""
     length = NUM_WEIGHTS // scales.type.count // 2
     bits = None if signs is None else _by_halves(b, signs, length)
 
@@ -166,12 +167,12 @@ def _numbers(b: Any, low: Any, high: Any = None, num_bits: int = 0) -> Any:
     if high is None:
         return numbers
     each = count // high.type.count
-    spread = pick(b, high, [entry // each for entry in range(count)])
-    if spread.type != numbers.type:
-        spread = b.zext(spread, numbers.type)
+    repeats = pick(b, high, [entry // each for entry in range(count)])
+    if repeats.type != numbers.type:
+        repeats = b.zext(repeats, numbers.type)
     shifts = [8 - num_bits * (entry % each) for entry in range(count)]
     left, right = ([max(sign * shift, 0) for shift in shifts] for sign in (1, -1))
-    bits = b.shl(spread, ir.Constant(numbers.type, left))
+    bits = b.shl(repeats, ir.Constant(numbers.type, left))
     bits = b.lshr(bits, ir.Constant(numbers.type, right))
     mask = (1 << num_bits) - 1 << 8
     return b.or_(numbers, b.and_(bits, all_lanes(I16, mask, count)))
