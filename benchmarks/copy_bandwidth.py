@@ -163,7 +163,7 @@ def reader_cells(folder: Path, num_threads: int) -> dict[str, Callable[[], tuple
 
 
 def main() -> None:
-    from moe_infinity.inspection import inspect_checkpoint
+    from moe_infinity.cli.inspection import inspect_checkpoint
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", type=Path)

@@ -77,7 +77,7 @@ def median_of(results: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def main() -> None:
-    from moe_infinity.inspection import inspect_checkpoint
+    from moe_infinity.cli.inspection import inspect_checkpoint
     from moe_infinity.sizes import parse_size
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from moe_infinity import MoE
-from moe_infinity.inspection import inspect_checkpoint
+from moe_infinity.cli.inspection import inspect_checkpoint
 from moe_infinity.sizes import parse_size
 
 MARGIN_BYTES = int(0.8 * 2**30)

@@ -61,7 +61,7 @@ from peers_plan import (
 )
 from peers_report import conditions, measurements, table, write_csv
 
-from moe_infinity.inspection import inspect_checkpoint
+from moe_infinity.cli.inspection import inspect_checkpoint
 from moe_infinity.sizes import parse_size
 from moe_infinity.system.machine import machine_memory_bytes
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from peers_cell import Prompt
 
 from moe_infinity import OffloadConfig
-from moe_infinity.inspection import inspect_checkpoint
+from moe_infinity.cli.inspection import inspect_checkpoint
 
 LENGTHS = (32, 128, 600, 2000)  # of prompts, in tokens
 NUM_DECODED = 40

@@ -13,7 +13,7 @@ import torch
 
 from moe_infinity import CheckpointError, MoE
 from moe_infinity.checkpoint.headers import read_pickled
-from moe_infinity.inspection import inspect_checkpoint
+from moe_infinity.cli.inspection import inspect_checkpoint
 from tests.architectures.encoder_decoders import (
     BUDGETS,
     CONFIGS,

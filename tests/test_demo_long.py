@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import transformers
 
-from moe_infinity.inspection import inspect_checkpoint
+from moe_infinity.cli.inspection import inspect_checkpoint
 
 MODELS = Path(__file__).resolve().parents[1] / "models"
 RENAMED = {"<|endoftext|>": "<|im_end|>", "<|pad|>": "<|im_start|>"}

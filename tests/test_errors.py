@@ -23,7 +23,7 @@ from moe_infinity import (
     MoEInfinityError,
     UnsupportedModelError,
 )
-from moe_infinity.inspection import inspect_checkpoint
+from moe_infinity.cli.inspection import inspect_checkpoint
 from moe_infinity.system.machine import machine_memory_bytes
 from tests import safetensors_file
 

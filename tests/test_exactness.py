@@ -17,8 +17,8 @@ from safetensors.torch import load_file, save_file
 
 from moe_infinity import MoE, OffloadConfig
 from moe_infinity.cache.policies import POLICIES
+from moe_infinity.cli.inspection import inspect_checkpoint
 from moe_infinity.errors import ConfigError, TraceError
-from moe_infinity.inspection import inspect_checkpoint
 from tests.on_demand import ON_DEMAND
 
 pytestmark = [pytest.mark.arithmetic, pytest.mark.sample(3)]

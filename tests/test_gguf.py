@@ -17,9 +17,9 @@ import transformers
 
 from moe_infinity import CheckpointError, MoE
 from moe_infinity.architectures.model_parts import PackedLinear
+from moe_infinity.cli.inspection import inspect_checkpoint
 from moe_infinity.gguf.architectures import KNOWN
 from moe_infinity.gguf.fields import METADATA
-from moe_infinity.inspection import inspect_checkpoint
 from scripts.gguf_table import GUIDE, table
 from tests.closeness import distance
 from tests.gguf_files import MODELS, WIDE, build, rewrite, stock_model, widen

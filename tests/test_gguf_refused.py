@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from moe_infinity import CheckpointError, MoE, UnsupportedModelError
+from moe_infinity.cli.inspection import inspect_checkpoint
 from moe_infinity.gguf.config import config_of
 from moe_infinity.gguf.file import read_gguf
-from moe_infinity.inspection import inspect_checkpoint
 from tests.gguf_files import Tensor, build, header, number, rewrite, text
 from tools.convert_to_gguf import convert
 

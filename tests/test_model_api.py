@@ -17,7 +17,7 @@ from transformers import BatchEncoding, DynamicCache, GenerationMixin
 
 from moe_infinity import ClosedError, ConfigError, MoE, OffloadConfig
 from moe_infinity.architectures.attention_inputs import cache_parameter
-from moe_infinity.inspection import inspect_checkpoint
+from moe_infinity.cli.inspection import inspect_checkpoint
 from moe_infinity.memory.room import Room
 from moe_infinity.streaming import TextStream
 from tests.small_tokenizers import KINDS

@@ -14,7 +14,7 @@ import transformers
 
 from moe_infinity import MoE, UnsupportedModelError
 from moe_infinity.checkpoint.headers import read_headers
-from moe_infinity.inspection import inspect_checkpoint
+from moe_infinity.cli.inspection import inspect_checkpoint
 from tests.on_demand import ON_DEMAND
 from tests.quantized_checkpoints import CHECKPOINTS, build, edit_config
 from tests.slow_unpack import dequantized

@@ -354,7 +354,7 @@ def inspect(
     """
     config_of({"config_from": config_from, "dtype": dtype})
     ensure_here(model, yes=yes)
-    from moe_infinity.inspection import inspect_checkpoint
+    from moe_infinity.cli.inspection import inspect_checkpoint
 
     summary = inspect_checkpoint(
         model, config_from=config_from, dtype=dtype, trust_remote_code=trust_remote_code

@@ -76,7 +76,7 @@ def bring(download: Download) -> Path:
 def _say_what_came(download: Download, folder: Path) -> None:
     """The command that runs it, or a warning that none does."""
     # Imported here: torch takes seconds, and a download does without.
-    from moe_infinity.inspection import inspect_checkpoint
+    from moe_infinity.cli.inspection import inspect_checkpoint
     from moe_infinity.local import find_local, weights_in
 
     try:

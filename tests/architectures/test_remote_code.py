@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, dynamic_module_utils
 
 from moe_infinity import ConfigError, MoE, UnsupportedModelError
-from moe_infinity.inspection import inspect_checkpoint
+from moe_infinity.cli.inspection import inspect_checkpoint
 from tests.on_demand import ON_DEMAND
 from tests.remote_code.checkpoints import MODELS, save_remote_code_model
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from moe_infinity import CheckpointError, ConfigError, MoE
-from moe_infinity.inspection import inspect_checkpoint
+from moe_infinity.cli.inspection import inspect_checkpoint
 
 
 def other_config(folder: Path, out: Path, **changes: object) -> str:

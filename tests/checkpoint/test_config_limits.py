@@ -27,7 +27,7 @@ from moe_infinity.checkpoint.config_limits import (
     few_modules,
     read_object,
 )
-from moe_infinity.inspection import inspect_checkpoint
+from moe_infinity.cli.inspection import inspect_checkpoint
 from moe_infinity.loading.kind import find_kind, load_tokenizer
 from tests.conftest import save_tokenizer
 

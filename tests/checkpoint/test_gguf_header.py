@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from moe_infinity import CheckpointError, MoEInfinityError
+from moe_infinity.cli.inspection import inspect_checkpoint
 from moe_infinity.gguf.file import read_gguf_header
-from moe_infinity.inspection import inspect_checkpoint
 from tests.gguf_files import Tensor, build, header, number, string, text
 from tools.convert_to_gguf import convert
 

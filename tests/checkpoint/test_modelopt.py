@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from moe_infinity import MoE, UnsupportedModelError
+from moe_infinity.cli.inspection import inspect_checkpoint
 from moe_infinity.errors import CheckpointError
-from moe_infinity.inspection import inspect_checkpoint
 from tests.closeness import distance, logits_of_steps
 from tests.quantized_checkpoints import build, edit_config
 

@@ -13,7 +13,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from moe_infinity import CheckpointError, MoE, MoEInfinityError
-from moe_infinity.inspection import inspect_checkpoint
+from moe_infinity.cli.inspection import inspect_checkpoint
 from moe_infinity.prefixes.lengths import Lengths, longest_context
 from moe_infinity.server.generation import Generation
 from tests.conftest import make_model

@@ -16,8 +16,8 @@ import torch
 import transformers
 
 from moe_infinity import CheckpointError, ConfigError, MoE, UnsupportedModelError
+from moe_infinity.cli.inspection import inspect_checkpoint
 from moe_infinity.images.question import question
-from moe_infinity.inspection import inspect_checkpoint
 from moe_infinity.prefixes.store_key import key_of
 from moe_infinity.tools.planning.fit import sizes_of
 from tests.closeness import distance

@@ -19,7 +19,7 @@ from torch import Tensor
 from moe_infinity import MoE
 from moe_infinity.checkpoint.file_names import checkpoint_files
 from moe_infinity.checkpoint.headers import read_headers
-from moe_infinity.inspection import inspect_checkpoint
+from moe_infinity.cli.inspection import inspect_checkpoint
 from tests.architectures import encoder_decoders
 from tests.compressed_tensors_package import compressor
 from tests.quantize.packed_checkpoints import (

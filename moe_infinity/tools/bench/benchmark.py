@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
+from moe_infinity.cli.inspection import Summary, inspect_checkpoint
 from moe_infinity.errors import CheckpointError, ConfigError, UnsupportedModelError
-from moe_infinity.inspection import Summary, inspect_checkpoint
 from moe_infinity.loading.kind import find_kind, load_tokenizer
 from moe_infinity.memory.cuda import device_memory_bytes
 from moe_infinity.model import MoE

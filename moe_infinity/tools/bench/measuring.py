@@ -23,8 +23,8 @@ import torch
 from torch import nn
 
 from moe_infinity.architectures.model_parts import bytes_by_type, is_linear
+from moe_infinity.cli.inspection import Summary
 from moe_infinity.experts import DTYPE_BYTES, Phase, Step
-from moe_infinity.inspection import Summary
 from moe_infinity.kernels.kv_layers import new_cache
 from moe_infinity.model import MoE
 from moe_infinity.system.machine import disk_bytes_read

@@ -6,7 +6,7 @@ import json
 
 from moe_infinity import MoE
 from moe_infinity.checkpoint.headers import read_headers
-from moe_infinity.inspection import inspect_checkpoint
+from moe_infinity.cli.inspection import inspect_checkpoint
 
 MIB = 1 << 20
 
