@@ -35,6 +35,7 @@ import torch
 from numpy.typing import NDArray
 
 from moe_infinity.architectures.early_router import EarlyRouter
+from moe_infinity.architectures.prompt_blocks import PromptBlocks
 from moe_infinity.architectures.without_experts import COPIED, refuse, refuse_what_needs_experts
 from moe_infinity.checkpoint.signature import signature_of
 from moe_infinity.config import OffloadConfig
@@ -105,9 +106,10 @@ class MoE:
             self._device.speed_up_attention(self.model)
             layers = loaded.plan.layers
             early_router = EarlyRouter(self.model, layers) if self.config.early_router else None
+            blocks = PromptBlocks(self.model, self._lock, self.config.kv_dtype)
             try:
                 require_packable(self.model, self.config.kv_dtype)
-                self._experts = self._build_experts(loaded, early_router)
+                self._experts = self._build_experts(loaded, early_router, blocks)
                 warn_of_slow_experts(loaded.plan, self._experts.local)
             except BaseException:
                 loaded.reader.close()
@@ -121,9 +123,9 @@ class MoE:
             refuse_what_needs_experts(
                 self.model, layers, checkpoint=self.checkpoint, backend=hooks.BACKEND
             )
-            hooks.attach(self.model, layers, self._experts, early_router)
+            hooks.attach(self.model, layers, self._experts, early_router, blocks)
             self._steps = StepReader(self.model, self._experts, self._lock)
-            self._small_batches = self._device.small_batch_steps(self.model, early_router)
+            self._small_batches = self._device.small_batch_steps(self.model, early_router, blocks)
             self._experts.note_state()
             if self.config.preload != "off":
                 self.engine.start_preloading()
@@ -146,13 +148,16 @@ class MoE:
                 on_bytes=on_bytes,
             )
 
-    def _build_experts(self, loaded: LoadedModel, early_router: EarlyRouter | None) -> Experts:
+    def _build_experts(
+        self, loaded: LoadedModel, early_router: EarlyRouter | None, blocks: PromptBlocks
+    ) -> Experts:
         local = build_experts(
             loaded.plan,
             loaded.reader,
             self.config,
             device_slots=self._device.slots,
             early_router=early_router,
+            blocks=blocks,
         )
         engine = self.config.gpu_engine
         if engine == "host" or (engine == "auto" and self._device.slots is None):

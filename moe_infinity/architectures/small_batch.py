@@ -47,6 +47,7 @@ from moe_infinity.architectures.model_parts import (
     weight_of,
 )
 from moe_infinity.architectures.module_state import is_watched, replace_forward, stock_forward
+from moe_infinity.architectures.prompt_blocks import PromptBlocks
 from moe_infinity.architectures.trial import FellBack, Found, Verdict, path_taken
 from moe_infinity.architectures.without_experts import uncompiled
 from moe_infinity.kernels.cpu.attention import as_wide_as, attend_grouped
@@ -73,8 +74,14 @@ AttentionFunction = Callable[..., tuple[Tensor, Tensor | None]]
 class SmallBatchSteps:
     """The steps of few tokens of one model, which our kernels compute until `close`."""
 
-    def __init__(self, model: nn.Module, early_router: EarlyRouter | None, kv_dtype: str) -> None:
-        self._layers = KernelLayers(model, early_router, kv_dtype)
+    def __init__(
+        self,
+        model: nn.Module,
+        early_router: EarlyRouter | None,
+        kv_dtype: str,
+        blocks: PromptBlocks | None = None,  # that long prompts go in; None: as a whole
+    ) -> None:
+        self._layers = KernelLayers(model, early_router, kv_dtype, blocks)
         for module in model.modules():
             siblings = Siblings()
             for child in module.children():
@@ -118,7 +125,13 @@ class SmallBatchSteps:
 class KernelLayers:
     """The layers of a model. Those that the kernel can compute get another forward method."""
 
-    def __init__(self, model: nn.Module, early_router: EarlyRouter | None, kv_dtype: str) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        early_router: EarlyRouter | None,
+        kv_dtype: str,
+        blocks: PromptBlocks | None,
+    ) -> None:
         self._verdicts: dict[nn.Module, Verdict[LayerKind]] = {}
         self._connected: dict[nn.Module, DecoderLayer] = {}
         self._kv_dtype = kv_dtype
@@ -134,6 +147,8 @@ class KernelLayers:
                 names[layer] = name
             elif isinstance(layer, GradientCheckpointingLayer):
                 self._verdicts[layer] = FellBack(unusual)
+        if blocks is not None:  # now: the search has copied layers
+            blocks.connect()
         self._take(names, early_router)
 
     def _take(self, names: dict[nn.Module, str], early_router: EarlyRouter | None) -> None:

@@ -66,8 +66,10 @@ class Bookkeeping:
             states_LE[moe_layer_idx, np.array(activated, dtype=int)[here]] = 3
         return states_LE
 
-    def note_begin(self, step: Step) -> None:
-        """A forward pass begins."""
+    def note_begin(self, step: Step, *, is_cut: bool = False) -> None:
+        """A forward pass begins. `is_cut`: layers take its tokens in blocks, so that the experts of
+        one layer are needed for a while.
+        """
         if self.tiers[0].table.num_slots < self.total_experts:
             self.predictor = self._predictor
         ended = self.recorder.begin_step(step)
@@ -76,7 +78,7 @@ class Bookkeeping:
         for policy in self._policies():
             policy.begin_step(self.recorder.step)
         for tier in self.tiers:
-            tier.table.begin_step(step.phase)
+            tier.table.begin_step(step.phase, least_quota=len(self.exists_LE[0]) if is_cut else 1)
         counters = self.counters.of(step.phase)
         counters.steps += 1
         counters.tokens += step.num_counted
@@ -113,18 +115,22 @@ class Bookkeeping:
             self.predictor.begin_step(step, ended)
         for moe_layer_idx in range(len(self.keys)):
             counted_TK = self.recorder.record(moe_layer_idx, experts_TLK[:, moe_layer_idx])
-            if self.predictor is not None:
+            if self.predictor is not None and counted_TK is not None:
                 self.predictor.observe(moe_layer_idx, counted_TK)
 
-    def note_routing(self, moe_layer_idx: int, routing: Routing) -> None:
-        """Record what the router of this layer chose in the step that began last."""
+    def note_routing(
+        self, moe_layer_idx: int, routing: Routing, block: slice | None = None
+    ) -> None:
+        """Record what the router of this layer chose in the step that began last, for all of its
+        tokens or for a block of them.
+        """
         self.activated[moe_layer_idx] = routing.activated
         if routing.top_k_index_TK is not None:
             top_k_index_TK = routing.top_k_index_TK
             if routing.num_without:
                 top_k_index_TK = without_gaps(top_k_index_TK)
-            counted_TK = self.recorder.record(moe_layer_idx, top_k_index_TK)
-            if self.predictor is not None:
+            counted_TK = self.recorder.record(moe_layer_idx, top_k_index_TK, block)
+            if self.predictor is not None and counted_TK is not None:
                 self.predictor.observe(moe_layer_idx, counted_TK)
         for policy in self._policies():
             policy.touch(moe_layer_idx, routing.activated, routing.counts)

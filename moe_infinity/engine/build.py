@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_infinity.architectures.early_router import EarlyRouter
+from moe_infinity.architectures.prompt_blocks import PromptBlocks
 from moe_infinity.cache.policies import ACTIVATION_AWARE, make_policy
 from moe_infinity.checkpoint.expert_loader import ExpertLoader
 from moe_infinity.checkpoint.plan import Plan
@@ -41,6 +42,7 @@ def build_experts(
     device_slots: DeviceSlots | None = None,  # None: experts compute on the CPU
     early_router: EarlyRouter | None = None,
     local_LE: NDArray[np.bool_] | None = None,  # which experts are computed here; None: all
+    blocks: PromptBlocks | None = None,  # of long prompts in a layer; None: they are not cut
 ) -> LocalExperts:
     """Build the experts of this process. Raises ConfigError for budgets that do not fit."""
     loader = ExpertLoader(plan.recipes, reader, [layer.num_experts for layer in plan.layers])
@@ -68,10 +70,13 @@ def build_experts(
         plan.step_bytes(config.kv_dtype, config.is_exact) if is_here else None,
         bookkeeping.tiers[-1],
         num_experts=bookkeeping.total_experts if local_LE is None else int(local_LE.sum()),
+        num_layers=len(plan.layers),
+        blocks=blocks,
     )
     return LocalExperts(
         path=path,
         room=room,
+        blocks=blocks,
         bookkeeping=bookkeeping,
         loader=loader,
         preloader=Preloader(bookkeeping, loader.in_file_order, loader.present),

@@ -24,6 +24,7 @@ from moe_infinity.system import linux
 
 if TYPE_CHECKING:
     from moe_infinity.architectures.early_router import EarlyRouter
+    from moe_infinity.architectures.prompt_blocks import PromptBlocks
     from moe_infinity.architectures.small_batch import SmallBatchSteps
 
 
@@ -125,14 +126,14 @@ class ComputeDevice:
             attend_with_sinks(model)
 
     def small_batch_steps(
-        self, model: Any, early_router: EarlyRouter | None
+        self, model: Any, early_router: EarlyRouter | None, blocks: PromptBlocks | None
     ) -> SmallBatchSteps | None:
         """On a CPU, if the bits need not be those of transformers."""
         if self._config.is_exact or not self.is_cpu:
             return None
         from moe_infinity.architectures.small_batch import SmallBatchSteps  # imports numba
 
-        return SmallBatchSteps(model, early_router, self._config.kv_dtype)
+        return SmallBatchSteps(model, early_router, self._config.kv_dtype, blocks)
 
     def move(self, value: Any) -> Any:
         """An argument of the model: a tensor goes where the model computes."""

@@ -14,7 +14,7 @@ layers, the one that fills free slots (engine/preloader.py).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from threading import Event, RLock, Thread
 from weakref import WeakMethod
 
@@ -22,6 +22,7 @@ import numpy as np
 from torch import Tensor
 
 from moe_infinity.architectures.adapters import ExpertCalls
+from moe_infinity.architectures.prompt_blocks import PromptBlock, PromptBlocks
 from moe_infinity.checkpoint.expert_loader import ExpertLoader
 from moe_infinity.engine.bookkeeping import Bookkeeping
 from moe_infinity.engine.compute import Work
@@ -46,6 +47,7 @@ class LocalExperts:
         *,
         path: LayerPath,
         room: Room,
+        blocks: PromptBlocks | None,  # that a decoder layer takes of a long prompt
         bookkeeping: Bookkeeping,
         loader: ExpertLoader,
         preloader: Preloader,
@@ -54,6 +56,7 @@ class LocalExperts:
     ) -> None:
         self.path = path
         self.room = room
+        self._blocks = blocks
         self.bookkeeping = bookkeeping
         self.recorder: Recorder = bookkeeping.recorder
         self.loader = loader
@@ -90,7 +93,8 @@ class LocalExperts:
         with self.deciding:
             self._make_room(step)
             self.path.begin_step()
-            self.bookkeeping.note_begin(step)
+            is_cut = self._blocks is not None and self._blocks.size is not None
+            self.bookkeeping.note_begin(step, is_cut=is_cut and step.phase is Phase.PREFILL)
             self._ongoing = OngoingStep(step, BEFORE_THE_FIRST, self._ongoing.is_unfinished)
             if self.path.is_prefetching and step.phase is Phase.DECODE:  # loads begin here already
                 self._recover_if_interrupted()
@@ -182,6 +186,7 @@ class LocalExperts:
 
     def _go_on(self, moe_layer_idx: int, num_tokens: int, *, is_unfinished: bool = False) -> None:
         """Enter a layer of this many tokens, in a step of its own if it continues none."""
+        num_tokens = num_tokens if self._block is None else self._block.num_tokens
         if not self.is_next(moe_layer_idx, num_tokens):
             self.begin_step(anonymous_step(num_tokens))
         self.enter(moe_layer_idx, is_unfinished=is_unfinished)
@@ -191,7 +196,17 @@ class LocalExperts:
         model is called directly, no step was begun: the call counts as a prompt of its own.
         """
         is_later = moe_layer_idx > self._ongoing.moe_layer_idx
+        is_later |= moe_layer_idx == self._ongoing.moe_layer_idx and self._is_within_layer
         return is_later and num_tokens == self.recorder.step.num_tokens
+
+    @property
+    def _block(self) -> PromptBlock | None:
+        """The block of the prompt that a decoder layer computes; None: all tokens of the pass."""
+        return None if self._blocks is None else self._blocks.current
+
+    @property
+    def _is_within_layer(self) -> bool:
+        return self._block is not None and self._block.start > 0
 
     def enter(self, moe_layer_idx: int, *, is_unfinished: bool = False) -> None:
         """Go on to a layer of the step under way. Raises ClosedError or Cancelled."""
@@ -199,7 +214,7 @@ class LocalExperts:
             raise ClosedError("the model was closed: its experts cannot be read any more")
         self._recover_if_interrupted()
         self._stop_if_cancelled()
-        self._ongoing = OngoingStep(self.recorder.step, moe_layer_idx, is_unfinished)
+        self._ongoing = OngoingStep(self.recorder.step, moe_layer_idx, is_unfinished, self._block)
 
     def _stop_if_cancelled(self) -> None:
         """Raise Cancelled if the step is a prompt whose caller has cancelled it."""
@@ -257,15 +272,16 @@ class LocalExperts:
             self._others = None
 
     def _let_others_run(self, moe_layer_idx: int) -> None:
-        """Before any layer of a prompt but the first."""
-        is_in_prompt = moe_layer_idx > 0 and self.recorder.step.phase is Phase.PREFILL
-        if self._others is None or not is_in_prompt:
+        """Before any layer of a prompt but the first, and between the blocks of a layer."""
+        is_begun = moe_layer_idx > 0 or self._is_within_layer
+        if self._others is None or not is_begun or self.recorder.step.phase is not Phase.PREFILL:
             return
         if self.recorder.keeps_tokens or len(self.tiers) > 1:
             return
         ongoing = self._ongoing
         others, self._others = self._others, None
-        with self.room.set_aside(self.recorder.step), self.bookkeeping.set_aside():
+        block = nullcontext() if self._blocks is None else self._blocks.set_aside()
+        with self.room.set_aside(self.recorder.step), self.bookkeeping.set_aside(), block:
             others()
         self._others = others
         self._ongoing = ongoing

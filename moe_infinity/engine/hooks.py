@@ -32,6 +32,8 @@ from moe_infinity.architectures.adapters import (
 from moe_infinity.architectures.attention_inputs import cache_in, cache_parameter
 from moe_infinity.architectures.early_router import EarlyRouter, Routed
 from moe_infinity.architectures.module_state import replace_forward, stock_forward
+from moe_infinity.architectures.prompt_blocks import PromptBlocks
+from moe_infinity.architectures.trial import Differs
 from moe_infinity.architectures.without_experts import AbsentWeights, refuse_graphs, uncompiled
 from moe_infinity.engine.experts import Experts
 from moe_infinity.experts import Ints, Phase, Routing, Step
@@ -213,8 +215,10 @@ class EngineLayer:
         moe_layer_idx: int,
         absent: AbsentWeights,
         early_router: EarlyRouter | None,
+        blocks: PromptBlocks,
     ) -> None:
         self._experts = experts
+        self._blocks = blocks
         self._moe_layer_idx = moe_layer_idx
         self._absent = absent
         self._early_router = early_router
@@ -223,6 +227,8 @@ class EngineLayer:
     def __call__(self, x_TD: Tensor, top_k_index_TK: Tensor, top_k_weights_TK: Tensor) -> Tensor:
         if self._is_asked_early:
             raise Routed(top_k_index_TK.cpu().numpy())
+        if self._blocks.is_trying:
+            return x_TD.flip(-1) * 0.5
         self._absent.require_untouched()
         layer_idx = self._moe_layer_idx
         return without_gradient(
@@ -233,6 +239,8 @@ class EngineLayer:
     def answer_calls(self, calls: ExpertCalls, routing: Routing) -> None:
         if self._is_asked_early:
             raise Routed(routing.top_k_index_TK)
+        if self._blocks.is_trying:
+            raise Differs("its experts are called one by one")
         self._absent.require_untouched()
         self._experts.local.answer_calls(self._moe_layer_idx, routing, calls)
 
@@ -257,8 +265,9 @@ def attach(
     layers: list[ExpertsModule],
     experts: Experts,
     early_router: EarlyRouter | None,
+    blocks: PromptBlocks,
 ) -> None:
     """Let the experts modules of `model` call `experts`."""
     for moe_layer_idx, layer in enumerate(layers):
         absent = AbsentWeights(layer.name, layer.module)
-        layer.connect(model, EngineLayer(experts, moe_layer_idx, absent, early_router))
+        layer.connect(model, EngineLayer(experts, moe_layer_idx, absent, early_router, blocks))

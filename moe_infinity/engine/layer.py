@@ -23,6 +23,7 @@ from typing import NamedTuple
 import numpy as np
 
 from moe_infinity.architectures.early_router import EarlyRouter
+from moe_infinity.architectures.prompt_blocks import PromptBlock
 from moe_infinity.cache.residency import Held
 from moe_infinity.engine.bookkeeping import Bookkeeping
 from moe_infinity.engine.compute import LayerComputer, Work
@@ -46,6 +47,7 @@ class OngoingStep(NamedTuple):
     step: Step
     moe_layer_idx: int = BEFORE_THE_FIRST  # the last one that was entered
     is_unfinished: bool = False  # True while a layer runs, and if an error or Ctrl-C cut it short
+    block: PromptBlock | None = None  # of the prompt, that the layer computes; None: the whole pass
 
 
 class LayerPath:
@@ -88,7 +90,8 @@ class LayerPath:
         Usually they are all that the routing activates. Raises CheckpointError if an expert cannot
         be read, and what `stop_if_cancelled` raises.
         """
-        self._books.note_routing(ongoing.moe_layer_idx, routing)  # 1 record
+        block = None if ongoing.block is None else ongoing.block.tokens
+        self._books.note_routing(ongoing.moe_layer_idx, routing, block)  # 1 record
         self.run_recorded_layer(ongoing, routing, expert_idxs, work, stop_if_cancelled)
 
     def run_recorded_layer(
@@ -149,14 +152,14 @@ class LayerPath:
                 if streams_rest:
                     self._begin_stream(layer_idx, [k for k in waiting if k not in held.slot_ids])
                 elif len(wave) == len(waiting) and self._is_on_cpu:
-                    self._stream_next(layer_idx, len(routing.activated))
+                    self._stream_next(ongoing, len(routing.activated))
                 for group in self._arriving_groups(wave, group_size):
                     stop_if_cancelled()
                     if group:
                         self.computers[layer_idx].compute(work, group, held.slot_ids)  # 5 compute
             # 6 release, as in a decode step
             waiting = [key for key in waiting if key not in held.slot_ids]
-        self._stream_next(layer_idx, len(routing.activated))
+        self._stream_next(ongoing, len(routing.activated))
 
     def _begin_lookups(
         self, layer_idx: int, expert_idxs: Sequence[int], phase: Phase
@@ -229,12 +232,15 @@ class LayerPath:
             self._prefetcher.begin_layer(ongoing.step.phase, self._books.counters)
             self.prefetch(ongoing)
 
-    def _stream_next(self, layer_idx: int, num_activated: int) -> None:
-        """In a layer of a long prompt, keep the link busy until the next layer is routed."""
+    def _stream_next(self, ongoing: OngoingStep, num_activated: int) -> None:
+        """In a layer of a long prompt, keep the link busy until the next layer is routed. Until the
+        last block the experts of this layer are needed again.
+        """
         keys = self._books.keys
-        next_idx = layer_idx + 1
-        is_long = num_activated >= STREAMED_SHARE * len(keys[layer_idx])
-        if is_long and next_idx < len(keys):
+        next_idx = ongoing.moe_layer_idx + 1
+        is_long = num_activated >= STREAMED_SHARE * len(keys[ongoing.moe_layer_idx])
+        is_last = ongoing.block is None or ongoing.block.is_last
+        if is_long and is_last and next_idx < len(keys):
             self._begin_stream(next_idx, self._books.local_keys(next_idx))
 
     def _with_half_of_the_absent(self, wave: Sequence[ExpertKey]) -> Sequence[ExpertKey]:

@@ -21,6 +21,9 @@ FLOAT32_BYTES = 4
 # use. Measured with the widths of Qwen3-30B-A3B in bfloat16: 330 KiB a token of 500, 192 of 2,500,
 # where it says 204, or 255 with this.
 SAFETY = 1.25
+# A token's hidden states: what a layer is given and gives, what the first one was given and, at the
+# end, the norm of all in float32, twice.
+WAITING_COPIES = 7
 MASK_BYTES = 2  # of a pair, while it is made; 3 with a window, before layers compute
 # From the start memory is left for a pass of USUAL_TOKENS that nothing came before, and for the
 # keys and values of USUAL_CONTEXT tokens. A step that needs more gets it from slots.
@@ -107,6 +110,7 @@ class StepBytes:
 
     kv: KvBytes
     per_token: int
+    per_waiting: int  # of a token while another block of the prompt computes
     per_context: int  # of a token that is looked at: while a layer attends, it is unpacked
     per_earlier: int  # of one that a prompt's pass finds: its keys and values, for each query head
     per_pair: int  # of a token and one that it looks at
@@ -137,6 +141,7 @@ class StepBytes:
         return cls(
             kv=kv_bytes_of(config, item_bytes, kv_dtype),
             per_token=int(SAFETY * (max(experts, part.per_token) + rest)),
+            per_waiting=int(SAFETY * WAITING_COPIES * item_bytes * widths.model),
             per_context=0 if kv_dtype == "auto" else both * widths.keys,
             per_earlier=int(SAFETY * item_bytes * (widths.keys + 2 * repeated)),
             per_pair=(both if is_exact else MASK_BYTES) if is_fused else 2 * both * widths.heads,
@@ -145,12 +150,17 @@ class StepBytes:
             least=int(SAFETY * part.least),
         )
 
-    def of_pass(self, num_tokens: int, context: int) -> int:
+    def of_pass(self, num_tokens: int, context: int, block: int | None = None) -> int:
         """The bytes of so many tokens of a prompt that look at `context` tokens, of which they are
-        the last; without their keys and values.
+        the last; without their keys and values. In a layer `block` of them compute at once.
         """
-        of_earlier = self.per_earlier * max(context - num_tokens, 0)
-        return of_earlier + max(self.of_decode_step(num_tokens, context), self.least)
+        at_once = min(num_tokens, block or num_tokens)
+        num_waiting = num_tokens - at_once
+        waiting = num_waiting * self.per_waiting
+        if num_waiting and not (self.is_causal and num_tokens == context):  # it makes masks of all
+            waiting += num_tokens * context * MASK_BYTES
+        of_earlier = self.per_earlier * max(context - at_once, 0)
+        return waiting + of_earlier + max(self.of_decode_step(at_once, context), self.least)
 
     def of_decode_step(self, num_tokens: int, context: int) -> int:
         """The same for tokens that are each the next of an answer. Kernels compute their attention,

@@ -13,7 +13,11 @@ import math
 from bisect import bisect
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
+import numpy as np
+
+from moe_infinity.architectures.prompt_blocks import PromptBlocks
 from moe_infinity.errors import ConfigError
 from moe_infinity.experts import Phase, Step
 from moe_infinity.memory.needs import StepBytes
@@ -36,6 +40,8 @@ FIRST_PASS_BYTES = 192 << 20  # heaps and scratch of threads, that stay; measure
 FIXED_SHARE = 0.7  # of what is free, for experts whose slots cannot give way: a convention
 DECODE_STEPS = 16  # from one look at the memory to the next, which takes a fifth of a millisecond
 LEAST_TOKENS = 32  # of a pass over a prompt
+# Tokens of a block. The first of them that reads least: others only where memory is short.
+BLOCK_SIZES = (2048, 1024, 512, 4096, 8192)
 
 
 def margin_of(machine_bytes: int) -> int:
@@ -69,14 +75,30 @@ class ProcessMemory:
         return left - self._in_page_cache
 
 
+class Way(NamedTuple):
+    """A way to compute a pass over a prompt."""
+
+    num_read: int  # experts
+    num_given: int  # slots that give way to it
+    block: int | None  # tokens that a layer computes at once; None: all
+
+
 class Room:
     """Gives slots back for the steps that need their memory, and takes them again."""
 
     def __init__(
-        self, memory: ProcessMemory, needs: StepBytes | None, tier: SlotTier, *, num_experts: int
+        self,
+        memory: ProcessMemory,
+        needs: StepBytes | None,
+        tier: SlotTier,
+        *,
+        num_experts: int,
+        num_layers: int,
+        blocks: PromptBlocks | None = None,
     ) -> None:
-        """`tier` is the one that is filled from disk, with `num_experts` experts. `needs` is None
-        if steps compute in other memory, that of a GPU: then nothing here bounds them.
+        """`tier` is the one that is filled from disk, with `num_experts` experts of `num_layers`
+        layers. `needs` is None if steps compute in other memory, that of a GPU: then nothing here
+        bounds them. `blocks`: those that layers may take of long prompts.
         """
         self.memory = memory
         self.needs = needs
@@ -86,6 +108,8 @@ class Room:
             needs is not None and isinstance(tier.slots, HostSlots) and linux.is_linux()
         )
         self._num_experts = num_experts
+        self._num_layers = num_layers
+        self._blocks = blocks
         self._num_unseen = 0  # decode steps since the last look
         self._set_aside_bytes = 0  # that a pass under way takes again
         self._first_pass_bytes = min(FIRST_PASS_BYTES, memory.num_bytes // 16)
@@ -101,7 +125,8 @@ class Room:
         """
         before = self._set_aside_bytes
         if self.needs is not None:
-            self._set_aside_bytes += self.needs.of_pass(step.num_tokens, step.context)
+            size = None if self._blocks is None else self._blocks.size
+            self._set_aside_bytes += self.needs.of_pass(step.num_tokens, step.context, size)
         try:
             yield
         finally:
@@ -124,7 +149,8 @@ class Room:
             return
         num_tokens = step.num_tokens
         if step.phase is Phase.PREFILL:
-            needs = self.needs.of_pass(num_tokens, step.context) + self._first_pass_bytes
+            size = self._cut(step)
+            needs = self.needs.of_pass(num_tokens, step.context, size) + self._first_pass_bytes
             self._first_pass_bytes = 0
             self._num_unseen = -1  # the next decode step looks: slots may come back
         else:
@@ -143,6 +169,18 @@ class Room:
         if self._tier.table.num_withdrawn and step.phase is Phase.DECODE:
             kept_free = int(self.memory.num_bytes * SPARE_SHARE)
             self._tier.table.restore(max(spare - kept_free, 0) // self._tier.slots.slot_bytes)
+
+    def _cut(self, step: Step) -> int | None:
+        """Say in blocks of how many tokens layers take a prompt; None: as a whole."""
+        if self._blocks is None or self.needs is None:
+            return None
+        self._blocks.size = None
+        of_one = step.counted_T is None and len(np.unique(step.sequence_of_token_T)) == 1
+        if of_one and self.takes_blocks(step.num_tokens):
+            left = self.left() - self.needs.kv.of(step.num_tokens)
+            way = self._way(step.num_tokens, step.context, left)
+            self._blocks.size = min(BLOCK_SIZES) if way is None else way.block
+        return self._blocks.size
 
     def make_for_layer(self, num_tokens: int) -> None:
         """The same before a layer's experts compute so many tokens of a prompt, and the next layer
@@ -203,7 +241,6 @@ class Room:
         """
         if self.needs is None:
             return min(num_new, most)
-        num_absent = self._num_experts - self._tier.table.num_slots
         kept = self.needs.kv.of(num_new)
         self._trim_for(self.needs.of_pass(min(num_new, most), context) + kept)
         left = self.left() - kept
@@ -212,10 +249,36 @@ class Room:
         fewest = max(math.ceil(num_new / max(most, LEAST_TOKENS)), 1)
         for num_passes in range(fewest, math.ceil(num_new / LEAST_TOKENS) + 1):
             num_tokens = math.ceil(num_new / num_passes)
-            short = self.needs.of_pass(num_tokens, context) - left
-            num_given = max(math.ceil(short / self._tier.slots.slot_bytes), 0)
-            num_read = num_passes * (num_absent + num_given) + num_given
-            if num_given <= self._num_movable and num_read < least_read:
+            way = self._way(num_tokens, context, left)
+            if way is not None and num_passes * way.num_read + way.num_given < least_read:
                 best = num_tokens
-                least_read = num_read
+                least_read = num_passes * way.num_read + way.num_given
+        return best
+
+    def takes_blocks(self, num_tokens: int) -> bool:
+        """True if layers take a pass of so many tokens of a prompt in blocks."""
+        is_long = num_tokens > BLOCK_SIZES[0]
+        return is_long and self._blocks is not None and self._blocks.are_usable()
+
+    def _way(self, num_tokens: int, context: int, left: int) -> Way | None:
+        """The way to compute a pass of so many tokens that reads the fewest experts, with so many
+        bytes left; None if there is no room for any. A layer whose experts have no room together
+        reads some of them again for each block.
+        """
+        assert self.needs is not None
+        num_slots = self._tier.table.num_slots
+        per_layer = self._num_experts / self._num_layers
+        best = None
+        in_blocks = self.takes_blocks(num_tokens)
+        for block in [size for size in BLOCK_SIZES if size < num_tokens] if in_blocks else [None]:
+            short = self.needs.of_pass(num_tokens, context, block) - left
+            num_given = max(math.ceil(short / self._tier.slots.slot_bytes), 0)
+            if num_given > self._num_movable:
+                continue
+            num_more = 0 if block is None else math.ceil(num_tokens / block) - 1
+            again = num_more * self._num_layers * max(per_layer - (num_slots - num_given), 0)
+            way = Way(
+                math.ceil(self._num_experts - num_slots + num_given + again), num_given, block
+            )
+            best = way if best is None else min(best, way, key=lambda each: each.num_read)
         return best

@@ -56,21 +56,28 @@ class Recorder:
         self._sequence_of_token_T = step.sequence_of_token_T
         return [e for i, e in enumerate(eams) if i >= step.num_sequences or step.begins_B[i]]
 
-    def record(self, moe_layer_idx: int, top_k_index_TK: Ints) -> Ints:
-        """Record the routing of one layer, of as many tokens as `begin_step` announced. Gives back
-        the part that counts.
+    def record(
+        self, moe_layer_idx: int, top_k_index_TK: Ints, block: slice | None = None
+    ) -> Ints | None:
+        """Record the routing of one layer, of as many tokens as `begin_step` announced, or of a
+        block of them, one after the other; then all count. Gives back the part that counts, once
+        it has all tokens.
         """
-        assert len(top_k_index_TK) == self.step.num_tokens, (top_k_index_TK.shape, self.step)
-        counted_TK = (
-            top_k_index_TK if self.step.counted_T is None else top_k_index_TK[self.step.counted_T]
-        )
-        counts_BE = self._counts_BLE[self.step.phase][:, moe_layer_idx]
-        cells_TK = self._sequence_of_token_T[:, None] * self.num_experts + counted_TK
+        step = self.step
+        mine = block or slice(0, step.num_tokens)
+        assert len(top_k_index_TK) == mine.stop - mine.start, (top_k_index_TK.shape, step)
+        counted_TK = top_k_index_TK if step.counted_T is None else top_k_index_TK[step.counted_T]
+        counts_BE = self._counts_BLE[step.phase][:, moe_layer_idx]
+        cells_TK = self._sequence_of_token_T[mine, None] * self.num_experts + counted_TK
         added = np.bincount(cells_TK.ravel(), minlength=counts_BE.size)
         counts_BE += added.reshape(counts_BE.shape)
+        if mine.start:
+            counted_TK = np.concatenate([self._routing[moe_layer_idx], counted_TK])
+        self._routing[moe_layer_idx] = counted_TK
+        if mine.stop < step.num_tokens:
+            return None
         if self._tokens is not None:
             self._tokens.record(moe_layer_idx, counted_TK)
-        self._routing[moe_layer_idx] = counted_TK
         return counted_TK
 
     @contextmanager

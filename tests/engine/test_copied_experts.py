@@ -99,4 +99,4 @@ def test_steps_of_few_tokens_are_computed_by_the_model_itself(monkeypatch):
     monkeypatch.setattr(device, "_mps", lambda: torch.device("mps"))
     there = device.ComputeDevice(OffloadConfig(device="mps"))
     assert there.device.type == "mps"
-    assert there.small_batch_steps(None, None) is None
+    assert there.small_batch_steps(None, None, None) is None

@@ -26,6 +26,7 @@ NUM_SLOTS, NUM_EXPERTS = 16, 32
 NEEDS = StepBytes(
     kv=KvBytes(per_token=MIB, per_window_token=0, window=0),
     per_token=2 * MIB,
+    per_waiting=0,
     per_context=0,
     per_earlier=0,
     per_pair=0,
@@ -60,7 +61,7 @@ def make_room(free: int, *, num_slots: int = NUM_SLOTS) -> tuple[Room, SlotTier]
     mover: Any = SimpleNamespace()
     tier = SlotTier(Tier.HOST, slots, policy, table, mover)
     memory: Any = Free(table, free)
-    room = Room(memory, NEEDS, tier, num_experts=NUM_EXPERTS)
+    room = Room(memory, NEEDS, tier, num_experts=NUM_EXPERTS, num_layers=1)
     room._first_pass_bytes = 0
     return room, tier
 

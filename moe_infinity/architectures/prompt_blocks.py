@@ -1,0 +1,212 @@
+"""A long prompt goes through each decoder layer a block of tokens after another.
+
+    layer 0    block 0, block 1, ... of the prompt
+    layer 1    block 0, block 1, ...
+
+So an absent expert is read once for all tokens of a layer, however many they are, and what a layer
+allocates is bounded by a block. The layer's own code runs, as it would in a pass over a part of the
+prompt: the cache has the keys and values of the blocks before, and each argument that has a row for
+every token is cut.
+
+Whether a model can be cut like this is tried with its own code, before its first long prompt:
+without experts, a short text has to give the same as a whole and in two blocks.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from threading import RLock
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import DynamicLayer
+from transformers.utils import output_capturing
+
+from moe_infinity.architectures.attention_inputs import cache_in, cache_parameter
+from moe_infinity.architectures.module_state import (
+    ModuleState,
+    has_hooks,
+    is_watched,
+    replace_forward,
+    stock_forward,
+)
+from moe_infinity.architectures.trial import Differs, FellBack, Found, Verdict, verdict
+from moe_infinity.kernels.kv_layers import new_cache
+
+logger = logging.getLogger(__name__)
+
+MASK = "attention_mask"
+TRIAL_TOKENS = 144  # in two blocks, which kernels for prompts compute
+# Of the norm of the hidden states. Nine models in bfloat16 gave at most 0.004.
+TRIAL_TOLERANCE = 0.02
+
+
+class PromptBlock(NamedTuple):
+    """Neighbouring tokens of a pass, in one decoder layer."""
+
+    start: int
+    stop: int
+    num_tokens: int  # of the pass
+
+    @property
+    def tokens(self) -> slice:
+        return slice(self.start, self.stop)
+
+    @property
+    def is_last(self) -> bool:
+        return self.stop == self.num_tokens
+
+
+class PromptBlocks:
+    """The blocks of tokens that the decoder layers of one model take."""
+
+    def __init__(self, model: Any, lock: RLock, kv_dtype: str) -> None:
+        self.size: int | None = None  # tokens of a block, at most; None: a pass is not cut
+        self.current: PromptBlock | None = None  # that a decoder layer computes
+        self.is_trying = False  # experts give anything that depends on each token alone
+        self._model = model
+        self._lock = lock
+        self._kv_dtype = kv_dtype
+        self._layers: Sequence[nn.Module] = ()
+        self._state: ModuleState | None = None  # of the layers, as they were tried
+        self._verdict: Verdict[None] = FellBack("it was not tried yet")
+        self._num_cut = 0  # calls of layers
+
+    def connect(self) -> None:
+        """Let the decoder layers of the model take blocks."""
+        self._layers = _decoder_layers(self._model)
+        for layer in self._layers:
+            replace_forward(layer, partial(self._forward, layer, stock_forward(layer)))
+
+    def are_usable(self) -> bool:
+        """Return True if the model computes the same in blocks, and nothing watches its modules,
+        which would see them. It is tried when it is asked for, and again when a module was changed.
+        """
+        modules = [module for layer in self._layers for module in layer.modules()]
+        if not modules or is_watched() or any(map(has_hooks, modules)):
+            return False
+        if self._state is None or self._state.change() is not None:
+            self._verdict = verdict(self._try)
+            self._state = ModuleState(modules)
+            if isinstance(self._verdict, FellBack):
+                logger.info("no long prompt goes in blocks: %s", self._verdict.reason)
+        return isinstance(self._verdict, Found)
+
+    @contextmanager
+    def set_aside(self) -> Iterator[None]:
+        """Inside, other passes may run. The one under way goes on afterwards."""
+        kept = self.size, self.current
+        self.current = None
+        yield
+        self.size, self.current = kept
+
+    def _forward(
+        self,
+        layer: nn.Module,
+        stock: Callable[..., Any],
+        hidden_states: Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Compute what the layer's own forward method would."""
+        num_tokens = hidden_states.shape[1]
+        size = self.size or num_tokens
+        cache_layer = _cache_layer(layer, kwargs) if num_tokens > size else None
+        is_whole = cache_layer is None or len(hidden_states) > 1 or torch.is_grad_enabled()
+        if is_whole or output_capturing._active_collector.get():
+            return stock(hidden_states, *args, **kwargs)
+        self._num_cut += 1
+        out = torch.empty_like(hidden_states)
+        try:
+            for block in _blocks(num_tokens, size):
+                self.current = block
+                cut = partial(_cut, block, cache_layer)
+                part = stock(
+                    hidden_states[:, block.tokens],
+                    *(cut("", value) for value in args),
+                    **{name: cut(name, value) for name, value in kwargs.items()},
+                )
+                if not isinstance(part, Tensor):
+                    raise Differs(f"a layer returns {type(part).__name__}, not a tensor")
+                out[:, block.tokens] = part
+        finally:
+            self.current = None
+        return out
+
+    def _try(self) -> None:
+        """Raises Differs if the model gives something else in blocks."""
+        vocab_size = self._model.config.get_text_config(decoder=True).vocab_size
+        ids = torch.arange(TRIAL_TOKENS, device="cpu")[None] * 5 % vocab_size
+        with self._lock, self.set_aside():
+            self.is_trying = True
+            try:
+                whole = self._hidden_states(ids, None)
+                self._num_cut = 0
+                cut = self._hidden_states(ids, TRIAL_TOKENS // 2)
+            finally:
+                self.is_trying = False
+        if self._num_cut != len(self._layers):
+            raise Differs(f"{self._num_cut} of {len(self._layers)} layers can be given blocks")
+        difference = float((cut - whole).norm() / whole.norm())
+        if not difference <= TRIAL_TOLERANCE:
+            raise Differs(f"hidden states differ by {difference:.2g} of their norm")
+
+    def _hidden_states(self, ids: Tensor, size: int | None) -> Tensor:
+        self.size = size
+        decoder = self._model.get_decoder().base_model
+        cache = new_cache(self._model.config, self._kv_dtype)
+        given = {cache_parameter(decoder.forward): cache, "use_cache": True, "return_dict": True}
+        states: Tensor = decoder(input_ids=ids, **given).last_hidden_state
+        return states.float()
+
+
+def _decoder_layers(model: Any) -> Sequence[nn.Module]:
+    """The layers of a decoder, which it has in a list; none of a model that has an encoder."""
+    decoder = model.get_decoder().base_model
+    if model.config.is_encoder_decoder or decoder is model:
+        return ()
+    lists = [[*child] for child in decoder.children() if isinstance(child, nn.ModuleList)]
+    return max(lists, key=lambda layers: len([*nn.ModuleList(layers).modules()]), default=())
+
+
+def _cache_layer(layer: nn.Module, kwargs: dict[str, Any]) -> Any:
+    """The layer's part of the cache among its arguments; None if there is none."""
+    cache = cache_in(kwargs)
+    numbers = (vars(module).get("layer_idx") for module in layer.modules())
+    number = next((n for n in numbers if n is not None), None)
+    layers = getattr(cache, "layers", ())
+    return layers[number] if number is not None and number < len(layers) else None
+
+
+def _blocks(num_tokens: int, size: int) -> Iterator[PromptBlock]:
+    """Blocks that are about equally long."""
+    num_blocks = -(-num_tokens // size)
+    length = -(-num_tokens // num_blocks)
+    for start in range(0, num_tokens, length):
+        yield PromptBlock(start, min(start + length, num_tokens), num_tokens)
+
+
+def _cut(block: PromptBlock, cache_layer: Any, name: str, value: Any) -> Any:
+    """The part of a layer's argument that belongs to a block of tokens: of a mask the rows of these
+    tokens and the columns of the keys that the layer has by then.
+    """
+    if isinstance(value, tuple):
+        return tuple(_cut(block, cache_layer, "", each) for each in value)
+    kept = getattr(cache_layer, "keys", None)
+    num_before = kept.shape[-2] if isinstance(kept, Tensor) and kept.numel() else 0
+    num_keys = num_before + block.stop - block.start
+    if value is None and name == MASK and block.start and isinstance(cache_layer, DynamicLayer):
+        mask = torch.ones(block.stop - block.start, num_keys, dtype=torch.bool, device="cpu")
+        return mask.tril_(num_keys - len(mask))[None, None]
+    if not isinstance(value, Tensor):
+        return value
+    if value.dim() == 4 and value.shape[2] == block.num_tokens <= value.shape[3]:  # a mask
+        end = value.shape[3] - block.num_tokens + block.stop
+        return value[:, :, block.tokens, end - num_keys : end]
+    places = [dim for dim in (1, 2, 0) if dim < value.dim()]
+    dim = next((dim for dim in places if value.shape[dim] == block.num_tokens), None)
+    return value if dim is None else value.narrow(dim, block.start, block.stop - block.start)
