@@ -31,7 +31,9 @@ def in_passes(
     if is_set or not is_plain or cache_in(named) is not None or not can_be_cut(model.config):
         return {}
     num_sequences, length = ids.shape
-    fitting = room.tokens_at_once(num_sequences * length, length, num_sequences * length)
+    num_new = num_sequences * length
+    is_one = num_sequences == 1
+    fitting = room.tokens_at_once(num_new, length, num_new, is_one_sequence=is_one)
     at_once = max(fitting // max(num_sequences, 1), LEAST_TOKENS)
     if at_once >= length:
         return {}

@@ -106,7 +106,7 @@ class MoE:
             self._device.speed_up_attention(self.model)
             layers = loaded.plan.layers
             early_router = EarlyRouter(self.model, layers) if self.config.early_router else None
-            blocks = PromptBlocks(self.model, self._lock, self.config.kv_dtype)
+            blocks = PromptBlocks(self.model, layers, self._lock, self.config.kv_dtype)
             try:
                 require_packable(self.model, self.config.kv_dtype)
                 self._experts = self._build_experts(loaded, early_router, blocks)

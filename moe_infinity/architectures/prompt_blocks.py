@@ -15,7 +15,7 @@ without experts, a short text has to give the same as a whole and in two blocks.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from functools import partial
 from threading import RLock
@@ -23,9 +23,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import DynamicLayer
+from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicLayer, LinearAttentionLayer
 from transformers.utils import output_capturing
 
+from moe_infinity.architectures.adapters import ExpertsModule
 from moe_infinity.architectures.attention_inputs import cache_in, cache_parameter
 from moe_infinity.architectures.module_state import (
     ModuleState,
@@ -35,13 +37,15 @@ from moe_infinity.architectures.module_state import (
     stock_forward,
 )
 from moe_infinity.architectures.trial import Differs, FellBack, Found, Verdict, verdict
-from moe_infinity.kernels.kv_layers import new_cache
+from moe_infinity.kernels.kv_layers import PACKED, PLAIN, new_cache
 
 logger = logging.getLogger(__name__)
 
 MASK = "attention_mask"
+# Parts of caches that say by their keys how many tokens they have, or need not.
+KNOWN = {LinearAttentionLayer, *PACKED, *PACKED.values(), *PLAIN.values()}
 TRIAL_TOKENS = 144  # in two blocks, which kernels for prompts compute
-# Of the norm of the hidden states. Nine models in bfloat16 gave at most 0.004.
+# Of the norm of the hidden states.
 TRIAL_TOLERANCE = 0.02
 
 
@@ -64,13 +68,17 @@ class PromptBlock(NamedTuple):
 class PromptBlocks:
     """The blocks of tokens that the decoder layers of one model take."""
 
-    def __init__(self, model: Any, lock: RLock, kv_dtype: str) -> None:
+    def __init__(
+        self, model: Any, layers: Sequence[ExpertsModule], lock: RLock, kv_dtype: str
+    ) -> None:
         self.size: int | None = None  # tokens of a block, at most; None: a pass is not cut
         self.current: PromptBlock | None = None  # that a decoder layer computes
         self.is_trying = False  # experts give anything that depends on each token alone
         self._model = model
+        self._experts = {layer.module for layer in layers}
         self._lock = lock
         self._kv_dtype = kv_dtype
+        self._decoder: Any = None
         self._layers: Sequence[nn.Module] = ()
         self._state: ModuleState | None = None  # of the layers, as they were tried
         self._verdict: Verdict[None] = FellBack("it was not tried yet")
@@ -78,7 +86,7 @@ class PromptBlocks:
 
     def connect(self) -> None:
         """Let the decoder layers of the model take blocks."""
-        self._layers = _decoder_layers(self._model)
+        self._decoder, self._layers = _decoder_of(self._model, self._experts)
         for layer in self._layers:
             replace_forward(layer, partial(self._forward, layer, stock_forward(layer)))
 
@@ -101,8 +109,10 @@ class PromptBlocks:
         """Inside, other passes may run. The one under way goes on afterwards."""
         kept = self.size, self.current
         self.current = None
-        yield
-        self.size, self.current = kept
+        try:
+            yield
+        finally:
+            self.size, self.current = kept
 
     def _forward(
         self,
@@ -113,16 +123,17 @@ class PromptBlocks:
         **kwargs: Any,
     ) -> Any:
         """Compute what the layer's own forward method would."""
-        num_tokens = hidden_states.shape[1]
-        size = self.size or num_tokens
-        cache_layer = _cache_layer(layer, kwargs) if num_tokens > size else None
+        blocks = _blocks(hidden_states.shape[1], self.size)
+        cache_layer = _cache_layer(layer, kwargs) if len(blocks) > 1 else None
         is_whole = cache_layer is None or len(hidden_states) > 1 or torch.is_grad_enabled()
         if is_whole or output_capturing._active_collector.get():
+            return stock(hidden_states, *args, **kwargs)
+        if any(_shows_later(blocks, value) for value in (*args, *kwargs.values())):
             return stock(hidden_states, *args, **kwargs)
         self._num_cut += 1
         out = torch.empty_like(hidden_states)
         try:
-            for block in _blocks(num_tokens, size):
+            for block in blocks:
                 self.current = block
                 cut = partial(_cut, block, cache_layer)
                 part = stock(
@@ -157,37 +168,63 @@ class PromptBlocks:
 
     def _hidden_states(self, ids: Tensor, size: int | None) -> Tensor:
         self.size = size
-        decoder = self._model.get_decoder().base_model
         cache = new_cache(self._model.config, self._kv_dtype)
-        given = {cache_parameter(decoder.forward): cache, "use_cache": True, "return_dict": True}
-        states: Tensor = decoder(input_ids=ids, **given).last_hidden_state
+        given = {cache_parameter(self._decoder.forward): cache, "use_cache": True}
+        states: Tensor = self._decoder(input_ids=ids, return_dict=True, **given).last_hidden_state
         return states.float()
 
 
-def _decoder_layers(model: Any) -> Sequence[nn.Module]:
-    """The layers of a decoder, which it has in a list; none of a model that has an encoder."""
-    decoder = model.get_decoder().base_model
-    if model.config.is_encoder_decoder or decoder is model:
-        return ()
-    lists = [[*child] for child in decoder.children() if isinstance(child, nn.ModuleList)]
-    return max(lists, key=lambda layers: len([*nn.ModuleList(layers).modules()]), default=())
+def _decoder_of(model: Any, experts: Set[nn.Module]) -> tuple[Any, Sequence[nn.Module]]:
+    """The part of a model that has decoder layers in a list, with these modules of experts, and the
+    layers. There are none if it has an encoder.
+    """
+    parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
+    for part in [] if model.config.is_encoder_decoder else parts:
+        for child in part.children():
+            has_experts = not experts.isdisjoint(child.modules())
+            if part is not model and isinstance(child, nn.ModuleList) and has_experts:
+                return part, [*child]
+    return None, ()
 
 
 def _cache_layer(layer: nn.Module, kwargs: dict[str, Any]) -> Any:
-    """The layer's part of the cache among its arguments; None if there is none."""
+    """The layer's part of the cache among its arguments; None if there is none that is known."""
     cache = cache_in(kwargs)
-    numbers = (vars(module).get("layer_idx") for module in layer.modules())
+    own, *inner = layer.modules()  # its attention knows better, if it is one of two
+    numbers = (vars(module).get("layer_idx") for module in [*inner, own])
     number = next((n for n in numbers if n is not None), None)
     layers = getattr(cache, "layers", ())
-    return layers[number] if number is not None and number < len(layers) else None
+    if number is None or number >= len(layers) or type(layers[number]) not in KNOWN:
+        return None
+    return layers[number]
 
 
-def _blocks(num_tokens: int, size: int) -> Iterator[PromptBlock]:
+def _blocks(num_tokens: int, size: int | None) -> list[PromptBlock]:
     """Blocks that are about equally long."""
-    num_blocks = -(-num_tokens // size)
+    num_blocks = -(-num_tokens // (size or num_tokens))
     length = -(-num_tokens // num_blocks)
-    for start in range(0, num_tokens, length):
-        yield PromptBlock(start, min(start + length, num_tokens), num_tokens)
+    starts = range(0, num_tokens, length)
+    return [PromptBlock(at, min(at + length, num_tokens), num_tokens) for at in starts]
+
+
+def _is_mask(value: Any, num_tokens: int) -> bool:
+    """Return True for [B, 1 or H, T, N], which is added, or True where a token looks at a key."""
+    is_wide = isinstance(value, Tensor) and value.dim() == 4
+    return is_wide and bool(value.shape[2] == num_tokens <= value.shape[3])
+
+
+def _shows_later(blocks: Sequence[PromptBlock], value: Any) -> bool:
+    """Return True for a mask by which a token looks at one of a later block, as those of an image
+    do in some models.
+    """
+    num_tokens = blocks[0].num_tokens
+    if not _is_mask(value, num_tokens):
+        return False
+    num_before = value.shape[3] - num_tokens
+    later = (value[:, :, block.tokens, num_before + block.stop :] for block in blocks[:-1])
+    if value.dtype == torch.bool:
+        return any(bool(part.any()) for part in later)
+    return any(bool((part > torch.finfo(value.dtype).min / 2).any()) for part in later)
 
 
 def _cut(block: PromptBlock, cache_layer: Any, name: str, value: Any) -> Any:
@@ -196,17 +233,18 @@ def _cut(block: PromptBlock, cache_layer: Any, name: str, value: Any) -> Any:
     """
     if isinstance(value, tuple):
         return tuple(_cut(block, cache_layer, "", each) for each in value)
+    num_tokens = block.stop - block.start
     kept = getattr(cache_layer, "keys", None)
     num_before = kept.shape[-2] if isinstance(kept, Tensor) and kept.numel() else 0
-    num_keys = num_before + block.stop - block.start
+    num_keys = num_before + num_tokens
     if value is None and name == MASK and block.start and isinstance(cache_layer, DynamicLayer):
-        mask = torch.ones(block.stop - block.start, num_keys, dtype=torch.bool, device="cpu")
-        return mask.tril_(num_keys - len(mask))[None, None]
+        mask = torch.ones(num_tokens, num_keys, dtype=torch.bool, device="cpu")
+        return mask.tril_(num_before)[None, None]
     if not isinstance(value, Tensor):
         return value
-    if value.dim() == 4 and value.shape[2] == block.num_tokens <= value.shape[3]:  # a mask
+    if _is_mask(value, block.num_tokens):
         end = value.shape[3] - block.num_tokens + block.stop
         return value[:, :, block.tokens, end - num_keys : end]
     places = [dim for dim in (1, 2, 0) if dim < value.dim()]
     dim = next((dim for dim in places if value.shape[dim] == block.num_tokens), None)
-    return value if dim is None else value.narrow(dim, block.start, block.stop - block.start)
+    return value if dim is None else value.narrow(dim, block.start, num_tokens)

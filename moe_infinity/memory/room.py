@@ -175,8 +175,8 @@ class Room:
         if self._blocks is None or self.needs is None:
             return None
         self._blocks.size = None
-        of_one = step.counted_T is None and len(np.unique(step.sequence_of_token_T)) == 1
-        if of_one and self.takes_blocks(step.num_tokens):
+        is_of_one = len(np.unique(step.sequence_of_token_T)) == 1
+        if is_of_one and self.takes_blocks(step.num_tokens):
             left = self.left() - self.needs.kv.of(step.num_tokens)
             way = self._way(step.num_tokens, step.context, left)
             self._blocks.size = min(BLOCK_SIZES) if way is None else way.block
@@ -234,7 +234,9 @@ class Room:
         """True if each expert has a slot, and with a GPU: it reads prompts in short passes."""
         return self.needs is None or self._tier.table.num_slots == self._num_experts
 
-    def tokens_at_once(self, num_new: int, context: int, most: int) -> int:
+    def tokens_at_once(
+        self, num_new: int, context: int, most: int, *, is_one_sequence: bool = True
+    ) -> int:
         """How many of the last `num_new` of `context` tokens to compute in one pass, at most `most`
         or few. Each pass over a long prompt reads the absent experts, so there are as few as memory
         allows, unless that makes too many experts absent. 0 if not even a short pass fits.
@@ -249,7 +251,7 @@ class Room:
         fewest = max(math.ceil(num_new / max(most, LEAST_TOKENS)), 1)
         for num_passes in range(fewest, math.ceil(num_new / LEAST_TOKENS) + 1):
             num_tokens = math.ceil(num_new / num_passes)
-            way = self._way(num_tokens, context, left)
+            way = self._way(num_tokens, context, left, may_cut=is_one_sequence)
             if way is not None and num_passes * way.num_read + way.num_given < least_read:
                 best = num_tokens
                 least_read = num_passes * way.num_read + way.num_given
@@ -260,7 +262,7 @@ class Room:
         is_long = num_tokens > BLOCK_SIZES[0]
         return is_long and self._blocks is not None and self._blocks.are_usable()
 
-    def _way(self, num_tokens: int, context: int, left: int) -> Way | None:
+    def _way(self, num_tokens: int, context: int, left: int, *, may_cut: bool = True) -> Way | None:
         """The way to compute a pass of so many tokens that reads the fewest experts, with so many
         bytes left; None if there is no room for any. A layer whose experts have no room together
         reads some of them again for each block.
@@ -269,7 +271,7 @@ class Room:
         num_slots = self._tier.table.num_slots
         per_layer = self._num_experts / self._num_layers
         best = None
-        in_blocks = self.takes_blocks(num_tokens)
+        in_blocks = may_cut and self.takes_blocks(num_tokens)
         for block in [size for size in BLOCK_SIZES if size < num_tokens] if in_blocks else [None]:
             short = self.needs.of_pass(num_tokens, context, block) - left
             num_given = max(math.ceil(short / self._tier.slots.slot_bytes), 0)

@@ -60,15 +60,20 @@ class Recorder:
         self, moe_layer_idx: int, top_k_index_TK: Ints, block: slice | None = None
     ) -> Ints | None:
         """Record the routing of one layer, of as many tokens as `begin_step` announced, or of a
-        block of them, one after the other; then all count. Gives back the part that counts, once
-        it has all tokens.
+        block of them, one after the other. Gives back the part that counts, once it has all
+        tokens.
         """
         step = self.step
         mine = block or slice(0, step.num_tokens)
         assert len(top_k_index_TK) == mine.stop - mine.start, (top_k_index_TK.shape, step)
-        counted_TK = top_k_index_TK if step.counted_T is None else top_k_index_TK[step.counted_T]
+        counted_TK = top_k_index_TK
+        start = mine.start
+        if step.counted_T is not None:
+            counted_TK = top_k_index_TK[step.counted_T[mine]]
+            start = int(step.counted_T[: mine.start].sum())
+        sequence_T = self._sequence_of_token_T[start : start + len(counted_TK)]
         counts_BE = self._counts_BLE[step.phase][:, moe_layer_idx]
-        cells_TK = self._sequence_of_token_T[mine, None] * self.num_experts + counted_TK
+        cells_TK = sequence_T[:, None] * self.num_experts + counted_TK
         added = np.bincount(cells_TK.ravel(), minlength=counts_BE.size)
         counts_BE += added.reshape(counts_BE.shape)
         if mine.start:

@@ -167,7 +167,7 @@ class Passes:
         most = num_left
         if sequence.request.reads_all or (self.num_seats > 1 and self._room.has_all):
             most = USUAL_TOKENS
-        elif not (self.num_seats == 1 or is_alone):
+        elif not (self.num_seats == 1 or is_alone or self._room.takes_blocks(num_left)):
             in_time = self._gap_share_s / self._token_layer_s if self._token_layer_s else 0
             most = max(USUAL_TOKENS, int(in_time))
         fitting = self._room.tokens_at_once(num_left, length, most)
