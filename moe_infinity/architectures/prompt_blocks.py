@@ -85,16 +85,19 @@ class PromptBlocks:
         self._num_cut = 0  # calls of layers
 
     def connect(self) -> None:
-        """Let the decoder layers of the model take blocks."""
+        """Let the decoder layers of the model take blocks, and the norm behind them."""
         self._decoder, self._layers = _decoder_of(self._model, self._experts)
         for layer in self._layers:
             replace_forward(layer, partial(self._forward, layer, stock_forward(layer)))
+        behind = [] if self._decoder is None else self._decoder.children()
+        for norm in [module for module in behind if "norm" in type(module).__name__.lower()]:
+            replace_forward(norm, partial(self._norm, stock_forward(norm)))
 
     def are_usable(self) -> bool:
         """Return True if the model computes the same in blocks, and nothing watches its modules,
         which would see them. It is tried when it is asked for, and again when a module was changed.
         """
-        modules = [module for layer in self._layers for module in layer.modules()]
+        modules = [m for part in self._layers for m in part.modules()]
         if not modules or is_watched() or any(map(has_hooks, modules)):
             return False
         if self._state is None or self._state.change() is not None:
@@ -147,6 +150,13 @@ class PromptBlocks:
         finally:
             self.current = None
         return out
+
+    def _norm(self, stock: Callable[..., Any], x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Compute what a norm of hidden states would, which makes float32 of all it is given."""
+        blocks = _blocks(x.shape[-2], self.size) if x.dim() == 3 else []
+        if len(blocks) < 2 or len(x) > 1 or args or kwargs or torch.is_grad_enabled():
+            return stock(x, *args, **kwargs)
+        return torch.cat([stock(x[:, block.tokens]) for block in blocks], dim=1)
 
     def _try(self) -> None:
         """Raises Differs if the model gives something else in blocks."""
