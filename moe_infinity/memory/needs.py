@@ -108,6 +108,7 @@ class StepBytes:
 
     kv: KvBytes
     per_token: int
+    per_part: int  # of a token in the hungriest part of a layer, beside what parts hand on
     per_waiting: int  # of a token while another block of the prompt computes
     per_context: int  # of a token that is looked at: while a layer attends, it is unpacked
     per_earlier: int  # of one that a prompt's pass finds: its keys and values, for each query head
@@ -133,12 +134,14 @@ class StepBytes:
         width = expert_params // (3 * max(widths.model, 1))  # without a gate it is 2 F / 3
         experts = 2 * item_bytes * top_k * (widths.model + 2 * width)
         rest = both * (3 * widths.model + 2 * widths.queries + widths.keys)
+        hungriest = max(experts, part.per_token)
         latent = _number(text, "kv_lora_rank")
         repeated = widths.queries if is_exact or latent else 0
         is_fused = config._attn_implementation not in (None, "eager") and not (latent and is_exact)
         return cls(
             kv=kv_bytes_of(config, item_bytes, kv_dtype),
-            per_token=int(SAFETY * (max(experts, part.per_token) + rest)),
+            per_token=int(SAFETY * (hungriest + rest)),
+            per_part=int(SAFETY * max(hungriest, rest)),
             per_waiting=int(SAFETY * WAITING_COPIES * item_bytes * widths.model),
             per_context=0 if kv_dtype == "auto" else both * widths.keys,
             per_earlier=int(SAFETY * item_bytes * (widths.keys + 2 * repeated)),

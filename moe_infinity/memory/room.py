@@ -40,8 +40,8 @@ FIRST_PASS_BYTES = 192 << 20  # heaps and scratch of threads, that stay; measure
 FIXED_SHARE = 0.7  # of what is free, for experts whose slots cannot give way: a convention
 DECODE_STEPS = 16  # from one look at the memory to the next, which takes a fifth of a millisecond
 LEAST_TOKENS = 32  # of a pass over a prompt
-# Tokens of a block, best first: others only where experts would be read again otherwise. Prompts of
-# 8,000 tokens of a model with the widths of Qwen3-30B-A3B took 38, 42, 45, 37 s with the first four.
+# Tokens of a block, best first: others only where experts would be read again otherwise. With the
+# widths of Qwen3-30B-A3B, 8,000 tokens took 38, 42, 45 and 37 s with the first four.
 BLOCK_SIZES = (2048, 1024, 512, 4096, 8192)
 
 
@@ -191,7 +191,7 @@ class Room:
         after them: what was taken so far may be more than was thought.
         """
         if self.needs is not None:
-            needs = num_tokens * self.needs.per_token
+            needs = num_tokens * self.needs.per_part
             self._trim_for(needs)
             self.keep_free(needs)
 

@@ -26,6 +26,7 @@ NUM_SLOTS, NUM_EXPERTS = 16, 32
 NEEDS = StepBytes(
     kv=KvBytes(per_token=MIB, per_window_token=0, window=0),
     per_token=2 * MIB,
+    per_part=2 * MIB,
     per_waiting=0,
     per_context=0,
     per_earlier=0,
