@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from functools import partial
 from threading import RLock
 from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +29,7 @@ from transformers.cache_utils import DynamicLayer, LinearAttentionLayer
 from transformers.utils import output_capturing
 
 from moe_infinity.architectures.adapters import ExpertsModule
-from moe_infinity.architectures.attention_inputs import cache_in, cache_parameter
+from moe_infinity.architectures.attention_inputs import cache_in, cache_parameter, keeps_nothing
 from moe_infinity.architectures.module_state import (
     ModuleState,
     has_hooks,
@@ -83,6 +84,7 @@ class PromptBlocks:
         self._state: ModuleState | None = None  # of the layers, as they were tried
         self._verdict: Verdict[None] = FellBack("it was not tried yet")
         self._num_cut = 0  # calls of layers
+        self._given: ref[Tensor] | None = None  # what a layer gave last
 
     def connect(self) -> None:
         """Let the decoder layers of the model take blocks, and the norm behind them."""
@@ -131,10 +133,14 @@ class PromptBlocks:
         is_whole = cache_layer is None or len(hidden_states) > 1 or torch.is_grad_enabled()
         if is_whole or output_capturing._active_collector.get():
             return stock(hidden_states, *args, **kwargs)
-        if any(_shows_later(blocks, value) for value in (*args, *kwargs.values())):
+        shows_later = kwargs.get(MASK) is None and not _is_causal(layer, kwargs)
+        if shows_later or any(_shows_later(blocks, each) for each in (*args, *kwargs.values())):
             return stock(hidden_states, *args, **kwargs)
         self._num_cut += 1
-        out = torch.empty_like(hidden_states)
+        # What a layer gave is the next one's alone, so that a block may take its input's place.
+        is_own = self._given is not None and self._given() is hidden_states
+        out = hidden_states if is_own else torch.empty_like(hidden_states)
+        self._given = ref(out)
         try:
             for block in blocks:
                 self.current = block
@@ -204,9 +210,10 @@ def _cache_layer(layer: nn.Module, kwargs: dict[str, Any]) -> Any:
     numbers = (vars(module).get("layer_idx") for module in [*inner, own])
     number = next((n for n in numbers if n is not None), None)
     layers = getattr(cache, "layers", ())
-    if number is None or number >= len(layers) or type(layers[number]) not in KNOWN:
+    if number is None or number >= len(layers):
         return None
-    return layers[number]
+    is_known = type(layers[number]) in KNOWN or keeps_nothing(layers[number])
+    return layers[number] if is_known else None
 
 
 def _blocks(num_tokens: int, size: int | None) -> list[PromptBlock]:
@@ -215,6 +222,12 @@ def _blocks(num_tokens: int, size: int | None) -> list[PromptBlock]:
     length = -(-num_tokens // num_blocks)
     starts = range(0, num_tokens, length)
     return [PromptBlock(at, min(at + length, num_tokens), num_tokens) for at in starts]
+
+
+def _is_causal(layer: nn.Module, kwargs: dict[str, Any]) -> bool:
+    """Return True if a token looks at none behind it where there is no mask."""
+    says = [vars(module).get("is_causal", True) for module in layer.modules()]
+    return all(says) and kwargs.get("is_causal", True) is not False
 
 
 def _is_mask(value: Any, num_tokens: int) -> bool:

@@ -21,7 +21,7 @@ FLOAT32_BYTES = 4
 # use. Measured with the widths of Qwen3-30B-A3B in bfloat16: 330 KiB a token of 500, 192 of 2,500,
 # where it says 204, or 255 with this.
 SAFETY = 1.25
-WAITING_COPIES = 3  # of a token's hidden states: the first layer's input, and a layer's two
+WAITING_COPIES = 2  # of a token's hidden states: what the first layer was given, and another
 MASK_BYTES = 2  # of a pair, while it is made; 3 with a window, before layers compute
 # From the start memory is left for a pass of USUAL_TOKENS that nothing came before, and for the
 # keys and values of USUAL_CONTEXT tokens. A step that needs more gets it from slots.
