@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from moe_infinity.checkpoint.formats import PACKED_BY_US
 from moe_infinity.experts import ExpertLayout, ParamSpec
+from moe_infinity.formats.methods import PACKED_BY_US
 from moe_infinity.kernels.cpu.experts import fused_experts
 from moe_infinity.kernels.reference import Activation, PlainMlp
 from moe_infinity.kernels.unpack import BLOCKS, blocks_layout, row_bytes

@@ -113,7 +113,7 @@ def trace_cell(model: str, prompt: int, decode: int, ids: list[int], output: str
                             logits_to_keep=1,
                         )
             sequences = finish()
-        save_trace(Path(output), sequences, num_experts=moe.num_experts)
+        save_trace(Path(output), sequences, num_experts=moe.engine.recorder.num_experts)
     return {"sequences": len(sequences)}
 
 

@@ -25,9 +25,9 @@ from torch import Tensor
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from moe_infinity.checkpoint.formats import find_format
 from moe_infinity.checkpoint.headers import Extent, StoredTensor
 from moe_infinity.checkpoint.packing import PackedTensor
+from moe_infinity.formats.methods import find_format
 
 Parts = dict[str, Tensor]
 QWEN3 = [(768, 2048), (768, 2048), (2048, 768)]  # [R, C] of gate, up, down

@@ -1,6 +1,6 @@
 """How a weight of one expert lies in a slot.
 
-    a format of checkpoint/formats.py --Recipe.place--> WeightLayout
+    a format of formats/methods.py --Recipe.place--> WeightLayout
         unpacked()       the weight again, for the model's own code
         kernels/cpu      products with it, where it lies
 

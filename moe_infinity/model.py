@@ -106,10 +106,10 @@ class MoE:
             self._device.speed_up_attention(self.model)
             layers = loaded.plan.layers
             early_router = EarlyRouter(self.model, layers) if self.config.early_router else None
-            blocks = PromptBlocks(self.model, layers, self._lock, self.config.kv_dtype)
+            self._blocks = PromptBlocks(self.model, layers, self._lock, self.config.kv_dtype)
             try:
                 require_packable(self.model, self.config.kv_dtype)
-                self._experts = self._build_experts(loaded, early_router, blocks)
+                self._experts = self._build_experts(loaded, early_router)
                 warn_of_slow_experts(loaded.plan, self._experts.local)
             except BaseException:
                 loaded.reader.close()
@@ -123,9 +123,11 @@ class MoE:
             refuse_what_needs_experts(
                 self.model, layers, checkpoint=self.checkpoint, backend=hooks.BACKEND
             )
-            hooks.attach(self.model, layers, self._experts, early_router, blocks)
+            hooks.attach(self.model, layers, self._experts, early_router, self._blocks)
             self._steps = StepReader(self.model, self._experts, self._lock)
-            self._small_batches = self._device.small_batch_steps(self.model, early_router, blocks)
+            self._small_batches = self._device.small_batch_steps(
+                self.model, early_router, self._blocks
+            )
             self._experts.note_state()
             if self.config.preload != "off":
                 self.engine.start_preloading()
@@ -148,16 +150,14 @@ class MoE:
                 on_bytes=on_bytes,
             )
 
-    def _build_experts(
-        self, loaded: LoadedModel, early_router: EarlyRouter | None, blocks: PromptBlocks
-    ) -> Experts:
+    def _build_experts(self, loaded: LoadedModel, early_router: EarlyRouter | None) -> Experts:
         local = build_experts(
             loaded.plan,
             loaded.reader,
             self.config,
             device_slots=self._device.slots,
             early_router=early_router,
-            blocks=blocks,
+            blocks=self._blocks,
         )
         engine = self.config.gpu_engine
         if engine == "host" or (engine == "auto" and self._device.slots is None):
@@ -362,11 +362,6 @@ class MoE:
         only. It takes no lock, so an expert that moves meanwhile may be shown where it was.
         """
         return self.engine.bookkeeping.expert_states()
-
-    @property
-    def num_experts(self) -> int:
-        """Routed experts of the widest MoE layer."""
-        return self.engine.recorder.num_experts
 
     # The end
 

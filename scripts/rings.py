@@ -30,7 +30,8 @@ RINGS = {
         "system",
     ),
     "shelf": (
-        "kernels", "gpu", "gguf", "quantize", "prefixes", "images", "server", "cli", "entrypoints",
+        "kernels", "gpu", "gguf", "formats", "quantize", "prefixes", "images", "server", "cli",
+        "entrypoints",
     ),
     "outside": ("tools", "cluster"),
 }  # fmt: skip

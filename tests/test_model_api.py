@@ -373,7 +373,7 @@ def test_a_prompt_behind_a_callers_cache_is_one_pass(tiny_checkpoint, monkeypatc
     name = cache_parameter(GenerationMixin.prepare_inputs_for_generation)
     with MoE(tiny_checkpoint, dtype="float32") as moe:
         expected = moe.generate(input_ids=ids, **settings)
-        monkeypatch.setattr(Room, "tokens_at_once", lambda *_: 8)
+        monkeypatch.setattr(Room, "tokens_at_once", lambda *_, **__: 8)
         assert torch.equal(moe.generate(input_ids=ids, **settings), expected)
         cache = DynamicCache(config=moe.model.config)
         with torch.no_grad():

@@ -53,7 +53,7 @@ def test_replaying_a_runs_own_trace_gives_its_hits_misses_and_evictions(
         with moe.recording() as finish:
             generate(moe, batches)
             sequences = finish()
-        report, num_experts = moe.report(), moe.num_experts
+        report, num_experts = moe.report(), moe.engine.recorder.num_experts
     path = tmp_path / "trace.npz"
     save_trace(path, sequences, num_experts=num_experts)
     trace = load_trace(path)

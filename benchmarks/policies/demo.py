@@ -55,7 +55,7 @@ def record(args: argparse.Namespace, prompts: Sequence[str]) -> tuple[list[Seque
                     do_sample=False,
                 )
             sequences = finish()
-        return sequences, moe.num_experts
+        return sequences, moe.engine.recorder.num_experts
 
 
 def rows_of(args: argparse.Namespace) -> list[dict[str, Any]]:

@@ -218,9 +218,9 @@ def _cache_layer(layer: nn.Module, kwargs: dict[str, Any]) -> Any:
 
 def _blocks(num_tokens: int, size: int | None) -> list[PromptBlock]:
     """Blocks that are about equally long."""
-    num_blocks = -(-num_tokens // (size or num_tokens))
+    num_blocks = 1 if size is None else max(-(-num_tokens // size), 1)
     length = -(-num_tokens // num_blocks)
-    starts = range(0, num_tokens, length)
+    starts = range(0, num_tokens, max(length, 1))
     return [PromptBlock(at, min(at + length, num_tokens), num_tokens) for at in starts]
 
 

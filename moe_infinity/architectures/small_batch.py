@@ -130,7 +130,7 @@ class KernelLayers:
         model: nn.Module,
         early_router: EarlyRouter | None,
         kv_dtype: str,
-        blocks: PromptBlocks | None,
+        blocks: PromptBlocks | None = None,
     ) -> None:
         self._verdicts: dict[nn.Module, Verdict[LayerKind]] = {}
         self._connected: dict[nn.Module, DecoderLayer] = {}

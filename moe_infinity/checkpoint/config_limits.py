@@ -142,7 +142,7 @@ GENERATION = (
 RULES = MODEL + GENERATION
 ANY_NUMBER = AnyNumber(-(1 << 62), 1 << 62, is_whole=False)
 ANYTHING = Rule(re.compile(""), ANY_NUMBER, range(MAX_DEPTH))
-PACKING = ("quantization_config", "compression_config")  # checkpoint/formats.py looks at these
+PACKING = ("quantization_config", "compression_config")  # formats/methods.py looks at these
 HUB_KERNEL = re.compile(r"_*(attn|experts)_implementation\w*|kernel_config|use_kernels?")
 
 

@@ -5,7 +5,7 @@ layers, with which kernels of ours multiply, and experts packed on their way int
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from moe_infinity.architectures.model_parts import PackedLinear, ReorderedLinear
 from moe_infinity.checkpoint.headers import StoredTensor
 from moe_infinity.checkpoint.layer_recipes import LayerRecipes
 from moe_infinity.checkpoint.packed_recipes import PackedRecipe
-from moe_infinity.checkpoint.packing import PackedTensor
+from moe_infinity.checkpoint.packing import PackedTensor, WeightFormat
 from moe_infinity.checkpoint.plan import Plan
 from moe_infinity.checkpoint.reader import Reader
 from moe_infinity.checkpoint.undo import Undo
@@ -139,9 +139,10 @@ def _packed_dense(name: str, weight: PackedTensor, moved: Undo | None) -> Packed
     )
 
 
-def packed_on_load(plan: Plan, expert_dtype: str) -> Plan:
-    """The plan with experts that take `expert_dtype` in slots. Raises UnsupportedModelError for a
-    checkpoint that is packed already, or weights that do not fit.
+def packed_on_load(plan: Plan, expert_dtype: str, formats: Mapping[str, WeightFormat]) -> Plan:
+    """The plan with experts that take `expert_dtype` in slots, in one of these formats, by
+    kind. Raises UnsupportedModelError for a checkpoint that is packed already, or weights that do
+    not fit.
     """
     if plan.packing is not None:
         raise UnsupportedModelError(f"the checkpoint is quantized already ({plan.packing})")
@@ -151,7 +152,9 @@ def packed_on_load(plan: Plan, expert_dtype: str) -> Plan:
         if id(recipes) not in made:
             is_transposed = bool(layer.is_transposed)
             packed = [
-                PackedRecipe(recipe, precision, is_transposed=is_transposed)
+                PackedRecipe(
+                    recipe, precision, formats[precision.name], is_transposed=is_transposed
+                )
                 for recipe in recipes.recipes
             ]
             made[id(recipes)] = LayerRecipes(packed, is_transposed=is_transposed)

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_infinity.checkpoint.formats import PACKED_BY_US
 from moe_infinity.checkpoint.headers import STORED_DTYPES
 from moe_infinity.checkpoint.layer_recipes import LayerRecipes
+from moe_infinity.checkpoint.packing import WeightFormat
 from moe_infinity.checkpoint.reader import Reader
 from moe_infinity.checkpoint.recipe import Recipe, Shapes, Source
 from moe_infinity.experts import ParamSpec
@@ -131,9 +131,17 @@ class PackedRecipe(Recipe):
     A load costs packing as well (kernels/pack.py has the speed): `moe-infinity pack` does it once.
     """
 
-    def __init__(self, recipe: Recipe, precision: Precision, *, is_transposed: bool) -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        precision: Precision,
+        packed_as: WeightFormat,
+        *,
+        is_transposed: bool,
+    ) -> None:
         super().__init__(**_fields_of(recipe))
         self._precision = precision
+        self._packed_as = packed_as
         self._is_transposed = is_transposed
         self._unpacked = LayerRecipes([recipe], is_transposed=is_transposed)
         self._parts = {name: self._parts_of(spec) for name, spec in self.targets.items()}
@@ -173,8 +181,7 @@ class PackedRecipe(Recipe):
                 weight = WeightLayout.plain(specs[spec.name], is_transposed=is_transposed)
             else:
                 placed = {role: specs[f"{spec.name} {role}"] for role in parts}
-                weight_format = PACKED_BY_US[self._precision.name]
-                weight = weight_format.layout_of(placed, is_transposed=is_transposed)
+                weight = self._packed_as.layout_of(placed, is_transposed=is_transposed)
             weights.append(weight)
         self.weights = tuple(weights)
 

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from moe_infinity.architectures.early_router import EarlyRouter
 from moe_infinity.architectures.module_list import ListOfExperts
-from moe_infinity.architectures.prompt_blocks import PromptBlocks
 from moe_infinity.checkpoint.plan import Plan
 from moe_infinity.checkpoint.reader import Reader
 from moe_infinity.cluster.config import ClusterConfig
@@ -48,11 +47,9 @@ class ClusterMoE(MoE):
         """The expert hosts; None without any."""
         return self._experts.hosts if isinstance(self._experts, RemoteExperts) else None
 
-    def _build_experts(
-        self, loaded: LoadedModel, early_router: EarlyRouter | None, blocks: PromptBlocks
-    ) -> Experts:
+    def _build_experts(self, loaded: LoadedModel, early_router: EarlyRouter | None) -> Experts:
         if not self.config.expert_hosts:
-            return super()._build_experts(loaded, early_router, blocks)
+            return super()._build_experts(loaded, early_router)
         return build_with_hosts(
             self.checkpoint,
             loaded.plan,

@@ -115,7 +115,7 @@ class Bookkeeping:
             self.predictor.begin_step(step, ended)
         for moe_layer_idx in range(len(self.keys)):
             counted_TK = self.recorder.record(moe_layer_idx, experts_TLK[:, moe_layer_idx])
-            if self.predictor is not None and counted_TK is not None:
+            if self.predictor is not None:
                 self.predictor.observe(moe_layer_idx, counted_TK)
 
     def note_routing(
@@ -130,7 +130,8 @@ class Bookkeeping:
             if routing.num_without:
                 top_k_index_TK = without_gaps(top_k_index_TK)
             counted_TK = self.recorder.record(moe_layer_idx, top_k_index_TK, block)
-            if self.predictor is not None and counted_TK is not None:
+            is_whole = block is None or block.stop == self.recorder.step.num_tokens
+            if self.predictor is not None and is_whole:
                 self.predictor.observe(moe_layer_idx, counted_TK)
         for policy in self._policies():
             policy.touch(moe_layer_idx, routing.activated, routing.counts)

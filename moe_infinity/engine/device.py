@@ -15,6 +15,7 @@ from moe_infinity.checkpoint.packed_plan import packed_on_load
 from moe_infinity.checkpoint.plan import Plan
 from moe_infinity.config import OffloadConfig
 from moe_infinity.errors import ConfigError, OutOfMemory
+from moe_infinity.formats.methods import PACKED_BY_US
 from moe_infinity.layout import WeightLayout
 from moe_infinity.memory.cuda import CudaDevice, open_cuda_device
 from moe_infinity.memory.device import SLOT_ALIGNMENT, DeviceSlots, num_device_slots, round_up
@@ -36,7 +37,7 @@ def in_slots(plan: Plan, config: OffloadConfig) -> Plan:
     have.
     """
     if config.expert_dtype is not None:
-        return packed_on_load(plan, config.expert_dtype)
+        return packed_on_load(plan, config.expert_dtype, PACKED_BY_US)
     if not config.is_exact:  # two products in place of one may have other bits
         for layer, recipes in zip(plan.layers, plan.recipes, strict=True):
             if layer.is_transposed is False:

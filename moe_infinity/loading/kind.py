@@ -22,11 +22,11 @@ from moe_infinity.checkpoint.config_limits import (
     read_object,
 )
 from moe_infinity.checkpoint.file_names import find_gguf
-from moe_infinity.checkpoint.formats import find_format, is_packed
 from moe_infinity.checkpoint.packing import Format
 from moe_infinity.checkpoint.tokenizer_limits import check_tokenizer
 from moe_infinity.errors import CheckpointError, ConfigError, UnsupportedModelError
 from moe_infinity.experts import COMPUTE_DTYPES
+from moe_infinity.formats.methods import find_format, is_packed
 from moe_infinity.gguf.config import config_of
 from moe_infinity.gguf.file import GgufModel, read_gguf
 from moe_infinity.gguf.generation import generation_of

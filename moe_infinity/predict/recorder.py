@@ -56,12 +56,10 @@ class Recorder:
         self._sequence_of_token_T = step.sequence_of_token_T
         return [e for i, e in enumerate(eams) if i >= step.num_sequences or step.begins_B[i]]
 
-    def record(
-        self, moe_layer_idx: int, top_k_index_TK: Ints, block: slice | None = None
-    ) -> Ints | None:
+    def record(self, moe_layer_idx: int, top_k_index_TK: Ints, block: slice | None = None) -> Ints:
         """Record the routing of one layer, of as many tokens as `begin_step` announced, or of a
-        block of them, one after the other. Gives back the part that counts, once it has all
-        tokens.
+        block of them, one after the other. Gives back the part that counts, of the blocks before,
+        too.
         """
         step = self.step
         mine = block or slice(0, step.num_tokens)
@@ -79,9 +77,7 @@ class Recorder:
         if mine.start:
             counted_TK = np.concatenate([self._routing[moe_layer_idx], counted_TK])
         self._routing[moe_layer_idx] = counted_TK
-        if mine.stop < step.num_tokens:
-            return None
-        if self._tokens is not None:
+        if self._tokens is not None and mine.stop == step.num_tokens:
             self._tokens.record(moe_layer_idx, counted_TK)
         return counted_TK
 

@@ -24,10 +24,10 @@ import torch
 from torch import Tensor
 
 from moe_infinity.checkpoint.file_names import checkpoint_files
-from moe_infinity.checkpoint.formats import PACKED_BY_US
 from moe_infinity.checkpoint.headers import Extent, StoredTensor, read_headers
 from moe_infinity.checkpoint.reader import Reader
 from moe_infinity.errors import CheckpointError, ConfigError
+from moe_infinity.formats.methods import PACKED_BY_US
 from moe_infinity.kernels.pack import Precision, pack, precision_of
 from moe_infinity.loading.model import plan_from_headers
 from moe_infinity.local import local_folder

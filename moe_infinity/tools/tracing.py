@@ -113,5 +113,5 @@ def record_trace(
             moe.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False)
             on_prompt(num_done, len(prompts))
         sequences = finish()
-    save_trace(output, sequences, num_experts=moe.num_experts)
+    save_trace(output, sequences, num_experts=moe.engine.recorder.num_experts)
     return Written(len(sequences), sum(len(s.token_ids_T) for s in sequences))

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from moe_infinity.checkpoint.formats import find_format
 from moe_infinity.checkpoint.packing import PackedTensor
 from moe_infinity.errors import CheckpointError, UnsupportedModelError
+from moe_infinity.formats.methods import find_format
 from tests.checkpoint.test_formats import stored, values_of
 from tests.slow_unpack import same_bits
 

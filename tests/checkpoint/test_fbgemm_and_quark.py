@@ -14,8 +14,8 @@ from transformers.integrations import fbgemm_fp8
 from transformers.models.llama4.modeling_llama4 import Llama4ForCausalLM
 
 from moe_infinity import MoE
-from moe_infinity.checkpoint.formats import find_format
 from moe_infinity.errors import CheckpointError, UnsupportedModelError
+from moe_infinity.formats.methods import find_format
 from tests.checkpoint.test_formats import stored
 from tests.quantization_configs import FBGEMM, QUARK
 from tests.quantized_checkpoints import COMMON, edit_config, pack_fp8_rows

@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from moe_infinity import MoE
-from moe_infinity.checkpoint.formats import find_format
 from moe_infinity.checkpoint.packing import PackedTensor
+from moe_infinity.formats.methods import find_format
 from tests.checkpoint.test_formats import stored, values_of
 from tests.closeness import distance
 from tests.quantization_configs import DEEPSEEK_V4, MODELOPT

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from moe_infinity.checkpoint.formats import find_format
+from moe_infinity.formats.methods import find_format
 
 
 def in_blocks(block: Any) -> dict[str, Any]:

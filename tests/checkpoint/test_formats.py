@@ -13,10 +13,10 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from moe_infinity.checkpoint.formats import find_format
 from moe_infinity.checkpoint.headers import Extent, StoredTensor, read_headers
 from moe_infinity.checkpoint.packing import PackedTensor
 from moe_infinity.errors import CheckpointError, UnsupportedModelError
+from moe_infinity.formats.methods import find_format
 from moe_infinity.kernels import unpack
 from tests.compressed_tensors_package import compressor, scheme_of
 from tests.quantization_configs import compressed_tensors_config

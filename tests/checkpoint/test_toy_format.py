@@ -18,8 +18,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from moe_infinity import MoE
-from moe_infinity.checkpoint import formats
 from moe_infinity.checkpoint.packing import PartFormat, WeightFormat
+from moe_infinity.formats import methods as formats
 from moe_infinity.kernels.cpu import experts as experts_cpu
 from moe_infinity.kernels.cpu import steps
 from moe_infinity.kernels.cpu.vectors import FLOATS, I8, I32, LANES, all_lanes, load, vector_of

@@ -17,10 +17,10 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 
 from moe_infinity import MoE
 from moe_infinity.architectures.trial import FellBack, Found
-from moe_infinity.checkpoint.formats import find_format
 from moe_infinity.checkpoint.headers import Extent, Headers, StoredTensor
 from moe_infinity.checkpoint.plan import Plan, contents_of, plan_experts
 from moe_infinity.engine.expert_kernels import fused_layer, slot_layer
+from moe_infinity.formats.methods import find_format
 from moe_infinity.gpu import engine
 from moe_infinity.gpu.device_steps import DeviceSteps
 from moe_infinity.gpu.kernels import kernels_for

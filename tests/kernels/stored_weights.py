@@ -6,9 +6,9 @@ import torch
 from gguf import GGMLQuantizationType, quants
 from torch import Tensor
 
-from moe_infinity.checkpoint.float_formats import NVFP4, NVFP4_PACKED, mxfp4_format
-from moe_infinity.checkpoint.formats import PACKED_BY_US, find_format
 from moe_infinity.experts import ExpertLayout, ParamSpec
+from moe_infinity.formats.float_formats import NVFP4, NVFP4_PACKED, mxfp4_format
+from moe_infinity.formats.methods import PACKED_BY_US, find_format
 from moe_infinity.kernels import unpack
 from moe_infinity.kernels.unpack import BLOCKS, blocks_layout
 from moe_infinity.layout import PLAIN, WORDS, WeightLayout

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from moe_infinity.checkpoint.formats import find_format
 from moe_infinity.checkpoint.packing import PackedTensor
 from moe_infinity.errors import CheckpointError
+from moe_infinity.formats.methods import find_format
 from moe_infinity.kernels.word_shapes import Width, measure_gptq, measure_ints
 from tests.checkpoint.test_formats import stored, values_of
 from tests.quantization_configs import INT4, compressed_tensors_config

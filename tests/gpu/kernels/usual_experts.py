@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from moe_infinity.checkpoint.float_formats import NVFP4
-from moe_infinity.checkpoint.formats import PACKED_BY_US, find_format
 from moe_infinity.experts import ExpertLayout, ParamSpec
+from moe_infinity.formats.float_formats import NVFP4
+from moe_infinity.formats.methods import PACKED_BY_US, find_format
 from moe_infinity.gpu.kernels.packed_matrix import any_matrix
 from moe_infinity.kernels.reference import Activation
 from moe_infinity.kernels.triton.slot_mlp import SlotMlp, slot_mlp

@@ -14,7 +14,9 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
-from moe_infinity.checkpoint.float_formats import (
+from moe_infinity.checkpoint.packing import Format, PartFormat, PartShapes, WeightFormat
+from moe_infinity.errors import UnsupportedModelError
+from moe_infinity.formats.float_formats import (
     FLOATS,
     MXFP4_OF_GPT_OSS,
     NVFP4,
@@ -24,8 +26,6 @@ from moe_infinity.checkpoint.float_formats import (
     fp8_format,
     mxfp4_format,
 )
-from moe_infinity.checkpoint.packing import Format, PartFormat, PartShapes, WeightFormat
-from moe_infinity.errors import UnsupportedModelError
 from moe_infinity.kernels import unpack
 from moe_infinity.kernels.word_shapes import (
     GPTQ_BITS,

@@ -4,7 +4,7 @@
     mxfp4   two values of 4 bits (e2m1) to a byte, an exponent of two per 32 columns
     nvfp4   the same values, a float8_e4m3fn per 16 columns and one float32 for all
 
-Of two values in a byte, the lower bits are the first column. formats.py says which checkpoint has
+Of two values in a byte, the lower bits are the first column. methods.py says which checkpoint has
 which. The arithmetic is in kernels/unpack.py.
 """
 

@@ -1,0 +1,1 @@
+"""Formats of quantized weights, and the methods that pack them. A checkpoint has one or two."""
