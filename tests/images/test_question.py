@@ -48,7 +48,7 @@ def test_a_prompt_with_images_is_not_cut_where_memory_is_short(folder, files, mo
         inputs = question(moe, TEXT, files * 4)
         wanted = moe.generate(**inputs, max_new_tokens=4, do_sample=False)
         room = moe.engine.room
-        monkeypatch.setattr(room, "tokens_at_once", lambda *args: 4)
+        monkeypatch.setattr(room, "tokens_at_once", lambda *args, **kwargs: 4)
         assert torch.equal(moe.generate(**inputs, max_new_tokens=4, do_sample=False), wanted)
         text = {name: inputs[name] for name in ("input_ids", "attention_mask")}
         assert in_passes(moe.model, room, inputs, is_begun=False) == {}

@@ -42,6 +42,22 @@ def test_sequences_that_decode_go_on_between_the_layers_of_a_prompt(moe, alone):
     assert_same_answer(long, alone["long"])
 
 
+def test_they_go_on_between_the_blocks_of_a_layer(few_slots, alone, monkeypatch):
+    monkeypatch.setattr(room_module, "BLOCK_SIZES", (32,))
+    engine = make_engine(few_slots, max_batch=3, max_gap=0.0, prefix_cache="off")
+    short = Client(engine, SHORT)
+    engine.step()
+    long = Client(engine, LONG)
+    before = len(short.token_ids)
+    engine.step()
+    num_blocks = 3 * len(few_slots.engine.path.computers)
+    assert len(short.token_ids) == min(before + num_blocks, 12), "one in each block but the first"
+    other = Client(engine, OTHER)
+    run_all(engine, short, long, other)
+    for client, name in ((short, "short"), (long, "long"), (other, "other")):
+        assert_same_answer(client, alone[name])
+
+
 def test_a_short_prompt_is_read_and_answered_in_the_pass_of_a_long_one(moe, alone):
     engine = make_engine(moe, max_batch=3, max_gap=0.0, prefix_cache="off")
     long = Client(engine, LONG)
