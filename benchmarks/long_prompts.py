@@ -61,7 +61,7 @@ def measure(
 
     with MoE(model, preload="wait") as moe:
         moe.preload()
-        engine = Engine(moe, ServeConfig(prefix_cache="off", **settings))
+        engine = Engine(moe, ServeConfig(prefix_cache="off", deadline=7200, **settings))
         vocab_size = moe.model.config.get_text_config().vocab_size
         generator = torch.Generator().manual_seed(0)
 

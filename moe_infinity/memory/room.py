@@ -150,8 +150,10 @@ class Room:
         if self.needs is None:
             return
         num_tokens = step.num_tokens
+        may_take = step.phase is Phase.DECODE
         if step.phase is Phase.PREFILL:
             size = self._cut(step)
+            may_take = size is not None  # blocks need those of a layer together
             needs = self.needs.of_pass(num_tokens, step.context, size) + self._first_pass_bytes
             if step.counted_T is not None:  # a mask of all pairs says what is padding
                 needs += num_tokens * step.context * MASK_BYTES
@@ -170,7 +172,7 @@ class Room:
         needs += self.needs.kv.of(num_tokens)
         self._trim_for(math.inf if self._tier.table.num_withdrawn else needs)
         spare = self.keep_free(needs)
-        if self._tier.table.num_withdrawn and step.phase is Phase.DECODE:
+        if self._tier.table.num_withdrawn and may_take:
             kept_free = int(self.memory.num_bytes * SPARE_SHARE)
             self._tier.table.restore(max(spare - kept_free, 0) // self._tier.slots.slot_bytes)
 
@@ -272,15 +274,17 @@ class Room:
         reads some of them again for each block.
         """
         assert self.needs is not None
+        in_blocks = may_cut and self.takes_blocks(num_tokens)
         num_slots = self._tier.table.num_slots
+        num_withdrawn = self._tier.table.num_withdrawn if in_blocks else 0
         per_layer = self._num_experts / self._num_layers
         ways = []
-        in_blocks = may_cut and self.takes_blocks(num_tokens)
         for block in [size for size in BLOCK_SIZES if size < num_tokens] if in_blocks else [None]:
             short = self.needs.of_pass(num_tokens, context, block) - left
             num_given = max(math.ceil(short / self._tier.slots.slot_bytes), 0)
+            num_back = min(max(-short // self._tier.slots.slot_bytes, 0), num_withdrawn)
             num_more = 0 if block is None else math.ceil(num_tokens / block) - 1
-            num_short = max(per_layer - (num_slots - num_given), 0)
+            num_short = max(per_layer - (num_slots - num_given + num_back), 0)
             num_again = math.ceil(num_more * self._num_layers * num_short)
             num_read = self._num_experts - num_slots + num_given + num_again
             if num_given <= self._num_movable:

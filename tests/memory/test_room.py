@@ -51,7 +51,9 @@ class Free:
         return self.free + self.table.num_withdrawn * MIB
 
 
-def make_room(free: int, *, num_slots: int = NUM_SLOTS) -> tuple[Room, SlotTier]:
+def make_room(
+    free: int, *, num_slots: int = NUM_SLOTS, num_layers: int = 1, blocks: Any = None
+) -> tuple[Room, SlotTier]:
     policy = make_policy("lru", num_layers=1, num_experts=NUM_EXPERTS, num_slots=num_slots)
     table = ResidencyTable(num_slots, policy)
     for expert in range(num_slots):
@@ -62,7 +64,7 @@ def make_room(free: int, *, num_slots: int = NUM_SLOTS) -> tuple[Room, SlotTier]
     mover: Any = SimpleNamespace()
     tier = SlotTier(Tier.HOST, slots, policy, table, mover)
     memory: Any = Free(table, free)
-    room = Room(memory, NEEDS, tier, num_experts=NUM_EXPERTS, num_layers=1)
+    room = Room(memory, NEEDS, tier, num_experts=NUM_EXPERTS, num_layers=num_layers, blocks=blocks)
     room._first_pass_bytes = 0
     return room, tier
 
@@ -174,6 +176,50 @@ def test_slots_give_way_to_fewer_passes_only_where_that_reads_less():
     assert room.tokens_at_once(100, 100, 100) == 100, "5 slots less: 21 and 5 later, not 2 * 16"
     room, _ = make_room((100 + 188) * MIB)
     assert room.tokens_at_once(100, 100, 100) == 50, "12 slots less: 28 and 12 later, not 2 * 16"
+
+
+@pytest.fixture
+def blocks(monkeypatch):
+    """Of 10 tokens, or another number, 2 MiB each. A layer has 8 experts."""
+    monkeypatch.setattr(room_module, "BLOCK_SIZES", (10, 5, 20))
+    return SimpleNamespace(size=None, are_usable=lambda: True)
+
+
+def test_a_prompt_that_layers_take_in_blocks_is_one_pass(blocks):
+    room, _ = make_room((100 + 20) * MIB, num_layers=4, blocks=blocks)
+    assert room.tokens_at_once(100, 100, 100) == 100
+    room.make(step_of(Phase.PREFILL, 100))
+    assert blocks.size == 10
+    room.make(step_of(Phase.PREFILL, 10))
+    assert blocks.size is None
+    assert room.tokens_at_once(100, 100, 100, is_one_sequence=False) < 100
+
+
+@on_linux
+@pytest.mark.parametrize(("free", "size"), [(20, 10), (13, 10), (10, 5), (3, 5)])
+def test_blocks_are_so_large_that_the_experts_of_a_layer_have_room_beside_them(free, size, blocks):
+    room, tier = make_room((100 + free) * MIB, num_layers=4, blocks=blocks)
+    room.make(step_of(Phase.PREFILL, 100))
+    assert blocks.size == size
+    assert tier.table.num_slots == NUM_SLOTS - max(2 * size - free, 0)
+
+
+def test_blocks_that_read_least_are_taken_where_no_layer_has_room(blocks):
+    """Of 10 tokens 10, each but the first of which reads 4 times 7 again; of 20 tokens 5."""
+    room, _ = make_room(140 * MIB, num_slots=1, num_layers=4, blocks=blocks)
+    room.make(step_of(Phase.PREFILL, 100))
+    assert blocks.size == 20
+
+
+@on_linux
+def test_slots_come_back_for_blocks(blocks):
+    room, tier = make_room(200 * MIB, num_layers=4, blocks=blocks)
+    tier.table.withdraw(14)
+    room.make(step_of(Phase.PREFILL, 10))
+    assert tier.table.num_slots == 2, "a decode step takes them"
+    room.make(step_of(Phase.PREFILL, 100))
+    assert tier.table.num_slots == NUM_SLOTS
+    assert blocks.size == 10
 
 
 def test_not_even_a_short_pass_fits():
