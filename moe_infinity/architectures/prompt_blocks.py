@@ -14,6 +14,7 @@ without experts, a short text has to give the same as a whole and in two blocks.
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
@@ -24,8 +25,13 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 from transformers import PreTrainedModel
-from transformers.cache_utils import DynamicLayer, LinearAttentionLayer
+from transformers.cache_utils import (
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionLayer,
+)
 from transformers.utils import output_capturing
 
 from moe_infinity.architectures.adapters import ExpertsModule
@@ -43,11 +49,11 @@ from moe_infinity.kernels.kv_layers import PACKED, PLAIN, new_cache
 logger = logging.getLogger(__name__)
 
 MASK = "attention_mask"
-# Parts of caches that say by their keys how many tokens they have, or need not.
+# Parts of caches of which it is known how many keys a layer gets.
 KNOWN = {LinearAttentionLayer, *PACKED, *PACKED.values(), *PLAIN.values()}
 TRIAL_TOKENS = 144  # in two blocks, which kernels for prompts compute
-# Of the norm of the hidden states.
-TRIAL_TOLERANCE = 0.02
+TRIAL_TOLERANCE = 0.05  # of the norm of a token's hidden states
+MOST_TRIALS = 3  # of a model whose modules change all the time
 
 
 class PromptBlock(NamedTuple):
@@ -72,7 +78,8 @@ class PromptBlocks:
     def __init__(
         self, model: Any, layers: Sequence[ExpertsModule], lock: RLock, kv_dtype: str
     ) -> None:
-        self.size: int | None = None  # tokens of a block, at most; None: a pass is not cut
+        # Tokens of a block, at most, in the prompt that began last; None: it is not cut.
+        self.size: int | None = None
         self.current: PromptBlock | None = None  # that a decoder layer computes
         self.is_trying = False  # experts give anything that depends on each token alone
         self._model = model
@@ -83,7 +90,10 @@ class PromptBlocks:
         self._layers: Sequence[nn.Module] = ()
         self._state: ModuleState | None = None  # of the layers, as they were tried
         self._verdict: Verdict[None] = FellBack("it was not tried yet")
-        self._num_cut = 0  # calls of layers
+        self._num_tried = 0
+        self._num_cut = 0  # calls of layers that were cut
+        self._looks_ahead: Any = WeakIdKeyDictionary()  # by mask
+        self.make_room: Callable[[int], object] = lambda num_tokens: None  # to take all at once
         self._given: ref[Tensor] | None = None  # what a layer gave last
 
     def connect(self) -> None:
@@ -96,13 +106,18 @@ class PromptBlocks:
             replace_forward(norm, partial(self._norm, stock_forward(norm)))
 
     def are_usable(self) -> bool:
-        """Return True if the model computes the same in blocks, and nothing watches its modules,
-        which would see them. It is tried when it is asked for, and again when a module was changed.
+        """Return True if the model computes the same in blocks, and nothing watches the modules of
+        its layers, which would see them. It is tried when it is asked for, and again when a module
+        was changed.
         """
         modules = [m for part in self._layers for m in part.modules()]
         if not modules or is_watched() or any(map(has_hooks, modules)):
             return False
         if self._state is None or self._state.change() is not None:
+            around = [self._decoder, *self._decoder.children()]
+            if self._num_tried >= MOST_TRIALS or any(map(has_hooks, around)):
+                return False
+            self._num_tried += 1
             self._verdict = verdict(self._try)
             self._state = ModuleState(modules)
             if isinstance(self._verdict, FellBack):
@@ -120,25 +135,24 @@ class PromptBlocks:
             self.size, self.current = kept
 
     def _forward(
-        self,
-        layer: nn.Module,
-        stock: Callable[..., Any],
-        hidden_states: Tensor,
-        *args: Any,
-        **kwargs: Any,
+        self, layer: nn.Module, stock: Callable[..., Any], *given: Any, **kwargs: Any
     ) -> Any:
         """Compute what the layer's own forward method would."""
+        if not given or not isinstance(given[0], Tensor) or given[0].dim() != 3:
+            return stock(*given, **kwargs)
+        hidden_states, *args = given
         blocks = _blocks(hidden_states.shape[1], self.size)
-        cache_layer = _cache_layer(layer, kwargs) if len(blocks) > 1 else None
-        is_whole = cache_layer is None or len(hidden_states) > 1 or torch.is_grad_enabled()
-        if is_whole or output_capturing._active_collector.get():
-            return stock(hidden_states, *args, **kwargs)
-        shows_later = kwargs.get(MASK) is None and not _is_causal(layer, kwargs)
-        if shows_later or any(_shows_later(blocks, each) for each in (*args, *kwargs.values())):
-            return stock(hidden_states, *args, **kwargs)
+        if len(blocks) < 2:
+            return stock(*given, **kwargs)
+        cache_layer = _cache_layer(layer, kwargs)
+        if cache_layer is None or not self._can_cut(blocks, layer, given, kwargs):
+            self.size = None
+            self.make_room(len(hidden_states) * hidden_states.shape[1])
+            return stock(*given, **kwargs)
         self._num_cut += 1
         # What a layer gave is the next one's alone, so that a block may take its input's place.
         is_own = self._given is not None and self._given() is hidden_states
+        is_own = is_own and self._may_replace and layer is not self._layers[0]
         out = hidden_states if is_own else torch.empty_like(hidden_states)
         self._given = ref(out)
         try:
@@ -152,10 +166,38 @@ class PromptBlocks:
                 )
                 if not isinstance(part, Tensor):
                     raise Differs(f"a layer returns {type(part).__name__}, not a tensor")
+                if part.dtype != out.dtype:
+                    raise Differs(f"a layer makes {part.dtype} of {out.dtype}")
                 out[:, block.tokens] = part
         finally:
             self.current = None
         return out
+
+    @property
+    def _may_replace(self) -> bool:
+        """True for a decoder of transformers: code of others may keep what a layer gave."""
+        return type(self._decoder).__module__.startswith("transformers.")
+
+    def _can_cut(
+        self,
+        blocks: Sequence[PromptBlock],
+        layer: nn.Module,
+        given: Sequence[Any],
+        kwargs: dict[str, Any],
+    ) -> bool:
+        """Return True for arguments of which each block gets its part."""
+        if len(given[0]) > 1 or torch.is_grad_enabled():
+            return False
+        if output_capturing._active_collector.get():
+            return False
+        if kwargs.get(MASK) is None and not _is_causal(layer, kwargs):
+            return False
+        for value in filter(torch.is_tensor, (*given[1:], *kwargs.values())):
+            if value not in self._looks_ahead:
+                self._looks_ahead[value] = _shows_later(blocks, value)
+            if self._looks_ahead[value]:
+                return False
+        return True
 
     def _norm(self, stock: Callable[..., Any], x: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Compute what a norm of hidden states would, which makes float32 of all it is given."""
@@ -166,6 +208,8 @@ class PromptBlocks:
 
     def _try(self) -> None:
         """Raises Differs if the model gives something else in blocks."""
+        if any(len(self._experts & {*layer.modules()}) > 1 for layer in self._layers):
+            raise Differs("a layer has two groups of experts")
         vocab_size = self._model.config.get_text_config(decoder=True).vocab_size
         ids = torch.arange(TRIAL_TOKENS, device="cpu")[None] * 5 % vocab_size
         with self._lock, self.set_aside():
@@ -178,14 +222,15 @@ class PromptBlocks:
                 self.is_trying = False
         if self._num_cut != len(self._layers):
             raise Differs(f"{self._num_cut} of {len(self._layers)} layers can be given blocks")
-        difference = float((cut - whole).norm() / whole.norm())
+        difference = float(((cut - whole).norm(dim=-1) / whole.norm(dim=-1)).max())
         if not difference <= TRIAL_TOLERANCE:
-            raise Differs(f"hidden states differ by {difference:.2g} of their norm")
+            raise Differs(f"hidden states of a token differ by {difference:.2g} of their norm")
 
     def _hidden_states(self, ids: Tensor, size: int | None) -> Tensor:
         self.size = size
         cache = new_cache(self._model.config, self._kv_dtype)
         given = {cache_parameter(self._decoder.forward): cache, "use_cache": True}
+        given[MASK] = torch.ones_like(ids)
         states: Tensor = self._decoder(input_ids=ids, return_dict=True, **given).last_hidden_state
         return states.float()
 
@@ -236,33 +281,52 @@ def _is_mask(value: Any, num_tokens: int) -> bool:
     return is_wide and bool(value.shape[2] == num_tokens <= value.shape[3])
 
 
-def _shows_later(blocks: Sequence[PromptBlock], value: Any) -> bool:
+def _shows_later(blocks: Sequence[PromptBlock], value: Tensor) -> bool:
     """Return True for a mask by which a token looks at one of a later block, as those of an image
     do in some models.
     """
     num_tokens = blocks[0].num_tokens
+    if value.shape == (num_tokens, num_tokens):  # it might be anything
+        return True
     if not _is_mask(value, num_tokens):
         return False
     num_before = value.shape[3] - num_tokens
     later = (value[:, :, block.tokens, num_before + block.stop :] for block in blocks[:-1])
     if value.dtype == torch.bool:
         return any(bool(part.any()) for part in later)
+    if not value.is_floating_point():
+        return True
     return any(bool((part > torch.finfo(value.dtype).min / 2).any()) for part in later)
+
+
+def _num_keys(cache_layer: Any, num_new: int) -> int:
+    """The keys that a layer gets of its cache with so many new tokens. A window that keeps more
+    than it needs gives all or a window of them: the versions of transformers differ, so it is asked
+    with keys of one number.
+    """
+    kept = getattr(cache_layer, "keys", None)
+    if not isinstance(kept, Tensor) or not kept.numel():
+        return num_new
+    if not getattr(cache_layer, "record_past", False):
+        return num_new + kept.shape[-2]
+    thin = copy.copy(cache_layer)
+    thin.keys = thin.values = kept[:1, :1, :, :1]
+    new = kept.new_zeros(1, 1, num_new, 1)
+    keys, _ = DynamicSlidingWindowLayer.update(thin, new, new)
+    return int(keys.shape[-2])
 
 
 def _cut(block: PromptBlock, cache_layer: Any, name: str, value: Any) -> Any:
     """The part of a layer's argument that belongs to a block of tokens: of a mask the rows of these
-    tokens and the columns of the keys that the layer has by then.
+    tokens and the columns of the keys that the layer gets by then.
     """
     if isinstance(value, tuple):
         return tuple(_cut(block, cache_layer, "", each) for each in value)
     num_tokens = block.stop - block.start
-    kept = getattr(cache_layer, "keys", None)
-    num_before = kept.shape[-2] if isinstance(kept, Tensor) and kept.numel() else 0
-    num_keys = num_before + num_tokens
+    num_keys = _num_keys(cache_layer, num_tokens)
     if value is None and name == MASK and block.start and isinstance(cache_layer, DynamicLayer):
         mask = torch.ones(num_tokens, num_keys, dtype=torch.bool, device="cpu")
-        return mask.tril_(num_before)[None, None]
+        return mask.tril_(num_keys - num_tokens)[None, None]
     if not isinstance(value, Tensor):
         return value
     if _is_mask(value, block.num_tokens):

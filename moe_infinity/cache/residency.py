@@ -62,7 +62,7 @@ class ResidencyTable:
         self._held: dict[int, dict[ExpertKey, int]] = {}
         self._free = list(range(num_slots))[::-1]
         self._withdrawn: list[int] = []  # slots that may have no expert for now
-        self._least_quota = 1  # slots that a prompt may take from what was there before it
+        self.least_quota = 1  # slots that a prompt may take from what was there before it
         self._unfilled = set(self._free)  # since they are here or were restored: without memory
         # The same facts by slot, as arrays, so that choosing a victim is a few vector operations.
         self._layer_of_slot = np.full(num_slots, -1)
@@ -143,7 +143,7 @@ class ResidencyTable:
         is there: only what it brings in itself leaves outside the quota, which is `least_quota`
         slots or more.
         """
-        self._least_quota = least_quota
+        self.least_quota = least_quota
         if phase is Phase.PREFILL and self._transient.any():
             for entry in self._entries.values():
                 entry.is_transient = False
@@ -182,7 +182,7 @@ class ResidencyTable:
         if phase is Phase.PREFILL:
             spare = len(self._free) + int((evictable & self._transient).sum())
             in_use = int((~evictable & self._transient).sum())
-            quota = max(self.num_slots // PREFILL_QUOTA_DIVISOR, self._least_quota)
+            quota = max(self.num_slots // PREFILL_QUOTA_DIVISOR, self.least_quota)
             room = min(room, max(spare, quota - in_use))
         return room
 

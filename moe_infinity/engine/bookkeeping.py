@@ -87,10 +87,13 @@ class Bookkeeping:
     def set_aside(self) -> Iterator[None]:
         """Inside, other steps may run. The one under way goes on afterwards."""
         step = self.recorder.step
+        quotas = [tier.table.least_quota for tier in self.tiers]
         with self.recorder.set_aside():
             yield
             if self.recorder.step is step:  # none ran
                 return
+        for tier, quota in zip(self.tiers, quotas, strict=True):
+            tier.table.least_quota = quota
         step = replace(step, begins_B=np.zeros_like(step.begins_B))
         if self.predictor is not None:
             self.predictor.begin_step(step)

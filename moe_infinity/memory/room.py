@@ -112,6 +112,8 @@ class Room:
         self._num_experts = num_experts
         self._num_layers = num_layers
         self._blocks = blocks
+        if blocks is not None:
+            blocks.make_room = self.make_for_whole
         self._num_unseen = 0  # decode steps since the last look
         self._set_aside_bytes = 0  # that a pass under way takes again
         self._first_pass_bytes = min(FIRST_PASS_BYTES, memory.num_bytes // 16)
@@ -184,7 +186,7 @@ class Room:
         is_of_one = len(np.unique(step.sequence_of_token_T)) == 1
         if is_of_one and self.takes_blocks(step.num_tokens):
             left = self.left() - self.needs.kv.of(step.num_tokens)
-            way = self._way(step.num_tokens, step.context, left)
+            way = self._way(step.num_tokens, step.context, left, may_cut=True)
             self._blocks.size = min(BLOCK_SIZES) if way is None else way.block
         return self._blocks.size
 
@@ -196,6 +198,11 @@ class Room:
             needs = num_tokens * self.needs.per_part
             self._trim_for(needs)
             self.keep_free(needs)
+
+    def make_for_whole(self, num_tokens: int) -> None:
+        """The same before layers take all of so many tokens, which were to be taken in blocks."""
+        if self.needs is not None:
+            self.keep_free(num_tokens * self.needs.per_token)
 
     def keep_free(self, num_bytes: int) -> int:
         """Give back slots until so many bytes are free, and return how many more there were."""
@@ -252,12 +259,13 @@ class Room:
         kept = self.needs.kv.of(num_new)
         self._trim_for(self.needs.of_pass(min(num_new, most), context) + kept)
         left = self.left() - kept
+        may_cut = is_one_sequence and self.takes_blocks(num_new)
         best = 0
         least_read = math.inf
         fewest = max(math.ceil(num_new / max(most, LEAST_TOKENS)), 1)
         for num_passes in range(fewest, math.ceil(num_new / LEAST_TOKENS) + 1):
             num_tokens = math.ceil(num_new / num_passes)
-            way = self._way(num_tokens, context, left, may_cut=is_one_sequence)
+            way = self._way(num_tokens, context, left, may_cut=may_cut)
             if way is not None and num_passes * way.num_read + way.num_given < least_read:
                 best = num_tokens
                 least_read = num_passes * way.num_read + way.num_given
@@ -268,13 +276,13 @@ class Room:
         is_long = num_tokens > BLOCK_SIZES[0]
         return is_long and self._blocks is not None and self._blocks.are_usable()
 
-    def _way(self, num_tokens: int, context: int, left: int, *, may_cut: bool = True) -> Way | None:
+    def _way(self, num_tokens: int, context: int, left: int, *, may_cut: bool) -> Way | None:
         """The way to compute a pass of so many tokens that reads the fewest experts, with so many
         bytes left; None if there is no room for any. A layer whose experts have no room together
         reads some of them again for each block.
         """
         assert self.needs is not None
-        in_blocks = may_cut and self.takes_blocks(num_tokens)
+        in_blocks = may_cut and num_tokens > BLOCK_SIZES[0]
         num_slots = self._tier.table.num_slots
         num_withdrawn = self._tier.table.num_withdrawn if in_blocks else 0
         per_layer = self._num_experts / self._num_layers

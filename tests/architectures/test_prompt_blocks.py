@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,8 @@ from torch import Tensor, nn
 from moe_infinity import MoE
 from moe_infinity.architectures import prompt_blocks
 from moe_infinity.architectures.attention_inputs import cache_parameter
+from moe_infinity.architectures.trial import Differs, FellBack
+from moe_infinity.experts import Phase, Step
 from moe_infinity.kernels.kv_layers import new_cache
 from moe_infinity.memory import room as room_module
 from tests.closeness import distance
@@ -235,3 +238,63 @@ def test_an_error_in_a_block_leaves_a_model_that_goes_on(moe, monkeypatch):
         logits_of(moe, IDS, [200])
     assert distance(logits_of(moe, IDS, [200]), expected) < TOLERANCE
     moe.check_invariants()
+
+
+def test_a_layer_with_two_groups_of_experts_is_not_cut(tmp_path):
+    (architecture,) = discover.architectures_in("ernie4_5_vl_moe")
+    tiny.tiny_model(architecture).save_pretrained(tmp_path)
+    with MoE(tmp_path, dtype="float32") as moe:
+        blocks = moe.engine._blocks
+        assert blocks is not None
+        assert not blocks.are_usable()
+        assert blocks._verdict == FellBack("a layer has two groups of experts", has_run=True)
+
+
+def test_layers_that_take_all_tokens_after_all_get_the_memory_for_them(moe, monkeypatch):
+    freed: list[int] = []
+    logits_of(moe, IDS, [200])
+    monkeypatch.setattr(moe.engine.room, "keep_free", freed.append)
+    with torch.no_grad():
+        moe.model(input_ids=IDS, use_cache=False)
+    needs = moe.engine.room.needs
+    assert needs.of_pass(200, 200, BLOCK) < 200 * needs.per_token
+    assert freed.count(200 * needs.per_token) == 1, "for all layers"
+
+
+def test_the_experts_of_a_layer_stay_while_others_run_between_blocks(tmp_path):
+    with opened("Qwen3MoeForCausalLM", tmp_path, host_memory="32%", preload="off") as moe:
+        logits_of(moe, IDS, [200])
+        short = {"input_ids": IDS[:, :3], "use_cache": True}
+        quotas = []
+
+        def others() -> None:
+            moe.model(**short)
+            quotas.append(moe.engine.tiers[0].table.least_quota)
+
+        step = Step(Phase.PREFILL, 1, 200, begins_B=np.ones(1, dtype=bool), context=200)
+        cache = new_cache(moe.model.config, "auto")
+        moe.forward(step, cache=cache, others=others, input_ids=IDS, use_cache=True)
+        assert len(quotas) == 4 * 4 - 1
+        assert moe.engine.tiers[0].table.least_quota == 8
+
+
+@torch.no_grad()
+def test_a_layer_that_makes_another_dtype_is_not_rounded(moe):
+    blocks = moe.engine._blocks
+    blocks.size = BLOCK
+    given = {"past_key_values": new_cache(moe.model.config, "auto")}
+    with pytest.raises(Differs, match=r"makes torch.float64 of torch.float32"):
+        blocks._forward(
+            moe.model.model.layers[1], lambda x, **_: x.double(), torch.ones(1, 200, 64), **given
+        )
+    assert blocks.current is None
+
+
+def test_a_model_that_changes_all_the_time_is_not_tried_all_the_time(moe):
+    blocks = moe.engine._blocks
+    layer = moe.model.model.layers[0]
+    for i in range(6):
+        layer.marked = i
+        is_usable = blocks.are_usable()
+        assert is_usable == (i < prompt_blocks.MOST_TRIALS)
+    assert blocks._num_tried == prompt_blocks.MOST_TRIALS

@@ -9,6 +9,7 @@ from __future__ import annotations
 import pytest
 
 from moe_infinity import MoE, UnsupportedModelError
+from moe_infinity.memory import room as room_module
 from tests.conftest import save_tokenizer
 from tests.server.driving import Client, assert_same_answer, generated, make_engine, run_all
 from tests.sweep import discover, tiny
@@ -75,3 +76,38 @@ def test_a_model_whose_sequences_cannot_run_together_is_refused(name, folder, re
         pytest.raises(UnsupportedModelError, match=reason),
     ):
         make_engine(moe)
+
+
+WINDOW = 80  # more than a block of the prefix cache, less than what was read before the last block
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
+def test_windows_of_which_prefixes_are_kept_attend_in_blocks_of_a_prompt(
+    kv_dtype, tmp_path, monkeypatch
+):
+    (architecture,) = discover.architectures_in("gpt_oss")
+    config = tiny.tiny_config(architecture)
+    config.sliding_window = WINDOW
+    tiny.random_model(architecture, config).save_pretrained(tmp_path)
+    save_tokenizer(tmp_path)
+    first = [(7 * i + i // 5) % 97 + 3 for i in range(200)]
+    second = first[:100] + first[:130]
+    with MoE(tmp_path, host_memory="50%", dtype="float32", kv_dtype=kv_dtype) as moe:
+        expected = []
+        for sizes in ((1 << 20,), (40,)):
+            monkeypatch.setattr(room_module, "BLOCK_SIZES", sizes)
+            engine = make_engine(moe, max_batch=2, prefix_cache="50%")
+            clients = [Client(engine, ids, max_new_tokens=6) for ids in (first, second)]
+            for client in clients:
+                run_all(engine, client)
+                assert client.error is None
+            expected.append(clients)
+        blocks = moe.engine._blocks
+        assert blocks is not None
+        assert blocks._num_cut > 0
+        for found, wanted in zip(*expected, strict=True):
+            if kv_dtype == "auto":
+                assert_same_answer(found, wanted)
+            assert found.token_ids == wanted.token_ids
+        assert clients[1].running.num_cached > 0
