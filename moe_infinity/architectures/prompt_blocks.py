@@ -199,11 +199,15 @@ class PromptBlocks:
                 return False
         return True
 
-    def _norm(self, stock: Callable[..., Any], x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def _norm(self, stock: Callable[..., Any], *given: Any, **kwargs: Any) -> Any:
         """Compute what a norm of hidden states would, which makes float32 of all it is given."""
-        blocks = _blocks(x.shape[-2], self.size) if x.dim() == 3 else []
-        if len(blocks) < 2 or len(x) > 1 or args or kwargs or torch.is_grad_enabled():
-            return stock(x, *args, **kwargs)
+        x = given[0] if given else None
+        is_plain = isinstance(x, Tensor) and x.dim() == 3 and len(given) == 1 and not kwargs
+        if x is None or not is_plain or len(x) > 1 or torch.is_grad_enabled():
+            return stock(*given, **kwargs)
+        blocks = _blocks(x.shape[1], self.size)
+        if len(blocks) < 2:
+            return stock(x)
         return torch.cat([stock(x[:, block.tokens]) for block in blocks], dim=1)
 
     def _try(self) -> None:
