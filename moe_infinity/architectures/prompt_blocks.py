@@ -145,7 +145,7 @@ class PromptBlocks:
         if len(blocks) < 2:
             return stock(*given, **kwargs)
         cache_layer = _cache_layer(layer, kwargs)
-        if cache_layer is None or not self._can_cut(blocks, layer, given, kwargs):
+        if cache_layer is None or not self._can_cut(blocks, layer, cache_layer, given, kwargs):
             self.size = None
             self.make_room(len(hidden_states) * hidden_states.shape[1])
             return stock(*given, **kwargs)
@@ -182,6 +182,7 @@ class PromptBlocks:
         self,
         blocks: Sequence[PromptBlock],
         layer: nn.Module,
+        cache_layer: Any,
         given: Sequence[Any],
         kwargs: dict[str, Any],
     ) -> bool:
@@ -192,6 +193,9 @@ class PromptBlocks:
             return False
         if kwargs.get(MASK) is None and not _is_causal(layer, kwargs):
             return False
+        window = getattr(cache_layer, "sliding_window", None)
+        if kwargs.get(MASK) is None and window is not None and blocks[0].num_tokens > window:
+            return False  # the cache would leave what nothing hides
         for value in filter(torch.is_tensor, (*given[1:], *kwargs.values())):
             if value not in self._looks_ahead:
                 self._looks_ahead[value] = _shows_later(blocks, value)

@@ -76,11 +76,11 @@ class ProcessMemory:
         return left - self._in_page_cache
 
 
-class Way(NamedTuple):
-    """A way to compute a pass over a prompt."""
+class PassPlan(NamedTuple):
+    """How to compute a pass over a prompt."""
 
-    num_again: int  # reads of experts that were there before
-    num_read: int  # experts, these among them
+    num_again: int  # experts that are read once more, for another block
+    num_read: int  # experts that are read, these among them
     num_given: int  # slots that give way to it
     block: int | None  # tokens that a layer computes at once; None: all
 
@@ -152,10 +152,10 @@ class Room:
         if self.needs is None:
             return
         num_tokens = step.num_tokens
-        may_take = step.phase is Phase.DECODE
+        slots_return = step.phase is Phase.DECODE
         if step.phase is Phase.PREFILL:
-            size = self._cut(step)
-            may_take = size is not None  # blocks need those of a layer together
+            size = self._choose_block(step)
+            slots_return = size is not None  # blocks need those of a layer together
             needs = self.needs.of_pass(num_tokens, step.context, size) + self._first_pass_bytes
             if step.counted_T is not None:  # a mask of all pairs says what is padding
                 needs += num_tokens * step.context * MASK_BYTES
@@ -174,20 +174,20 @@ class Room:
         needs += self.needs.kv.of(num_tokens)
         self._trim_for(math.inf if self._tier.table.num_withdrawn else needs)
         spare = self.keep_free(needs)
-        if self._tier.table.num_withdrawn and may_take:
+        if self._tier.table.num_withdrawn and slots_return:
             kept_free = int(self.memory.num_bytes * SPARE_SHARE)
             self._tier.table.restore(max(spare - kept_free, 0) // self._tier.slots.slot_bytes)
 
-    def _cut(self, step: Step) -> int | None:
-        """Say in blocks of how many tokens layers take a prompt; None: as a whole."""
+    def _choose_block(self, step: Step) -> int | None:
+        """Choose how many tokens of a prompt layers take at once; None: all."""
         if self._blocks is None or self.needs is None:
             return None
         self._blocks.size = None
         is_of_one = len(np.unique(step.sequence_of_token_T)) == 1
         if is_of_one and self.takes_blocks(step.num_tokens):
             left = self.left() - self.needs.kv.of(step.num_tokens)
-            way = self._way(step.num_tokens, step.context, left, may_cut=True)
-            self._blocks.size = min(BLOCK_SIZES) if way is None else way.block
+            plan = self._plan(step.num_tokens, step.context, left, may_cut=True)
+            self._blocks.size = min(BLOCK_SIZES) if plan is None else plan.block
         return self._blocks.size
 
     def make_for_layer(self, num_tokens: int) -> None:
@@ -202,7 +202,9 @@ class Room:
     def make_for_whole(self, num_tokens: int) -> None:
         """The same before layers take all of so many tokens, which were to be taken in blocks."""
         if self.needs is not None:
-            self.keep_free(num_tokens * self.needs.per_token)
+            needs = num_tokens * self.needs.per_token
+            self._trim_for(needs)
+            self.keep_free(needs)
 
     def keep_free(self, num_bytes: int) -> int:
         """Give back slots until so many bytes are free, and return how many more there were."""
@@ -265,10 +267,10 @@ class Room:
         fewest = max(math.ceil(num_new / max(most, LEAST_TOKENS)), 1)
         for num_passes in range(fewest, math.ceil(num_new / LEAST_TOKENS) + 1):
             num_tokens = math.ceil(num_new / num_passes)
-            way = self._way(num_tokens, context, left, may_cut=may_cut)
-            if way is not None and num_passes * way.num_read + way.num_given < least_read:
+            plan = self._plan(num_tokens, context, left, may_cut=may_cut)
+            if plan is not None and num_passes * plan.num_read + plan.num_given < least_read:
                 best = num_tokens
-                least_read = num_passes * way.num_read + way.num_given
+                least_read = num_passes * plan.num_read + plan.num_given
         return best
 
     def takes_blocks(self, num_tokens: int) -> bool:
@@ -276,8 +278,8 @@ class Room:
         is_long = num_tokens > BLOCK_SIZES[0]
         return is_long and self._blocks is not None and self._blocks.are_usable()
 
-    def _way(self, num_tokens: int, context: int, left: int, *, may_cut: bool) -> Way | None:
-        """The way to compute a pass of so many tokens that reads the fewest experts, with so many
+    def _plan(self, num_tokens: int, context: int, left: int, *, may_cut: bool) -> PassPlan | None:
+        """The plan of a pass of so many tokens that reads the fewest experts again, with so many
         bytes left; None if there is no room for any. A layer whose experts have no room together
         reads some of them again for each block.
         """
@@ -286,15 +288,15 @@ class Room:
         num_slots = self._tier.table.num_slots
         num_withdrawn = self._tier.table.num_withdrawn if in_blocks else 0
         per_layer = self._num_experts / self._num_layers
-        ways = []
+        plans = []
         for block in [size for size in BLOCK_SIZES if size < num_tokens] if in_blocks else [None]:
             short = self.needs.of_pass(num_tokens, context, block) - left
             num_given = max(math.ceil(short / self._tier.slots.slot_bytes), 0)
-            num_back = min(max(-short // self._tier.slots.slot_bytes, 0), num_withdrawn)
+            num_restored = min(max(-short // self._tier.slots.slot_bytes, 0), num_withdrawn)
             num_more = 0 if block is None else math.ceil(num_tokens / block) - 1
-            num_short = max(per_layer - (num_slots - num_given + num_back), 0)
+            num_short = max(per_layer - (num_slots - num_given + num_restored), 0)
             num_again = math.ceil(num_more * self._num_layers * num_short)
             num_read = self._num_experts - num_slots + num_given + num_again
             if num_given <= self._num_movable:
-                ways.append(Way(num_again, num_read, num_given, block))
-        return min(ways, key=lambda way: way.num_again, default=None)
+                plans.append(PassPlan(num_again, num_read, num_given, block))
+        return min(plans, key=lambda plan: plan.num_again, default=None)

@@ -240,6 +240,22 @@ def test_an_error_in_a_block_leaves_a_model_that_goes_on(moe, monkeypatch):
     moe.check_invariants()
 
 
+def test_a_window_of_the_cache_that_no_mask_has_is_not_cut(tmp_path, monkeypatch):
+    """The model attends to all tokens of a pass; blocks would get a window of them. The trial is
+    shorter than the window, so it does not see that."""
+    (architecture,) = discover.architectures_in("qwen3_vl_moe")
+    config = tiny.tiny_config(architecture)
+    config.text_config.sliding_window = 150
+    tiny.random_model(architecture, config).save_pretrained(tmp_path)
+    with MoE(tmp_path, dtype="float32") as moe:
+        found = logits_of(moe, IDS, [200])
+        blocks = moe.engine._blocks
+        assert blocks is not None
+        assert blocks.are_usable()
+        without_blocks(monkeypatch)
+        assert distance(found, logits_of(moe, IDS, [200])) < TOLERANCE
+
+
 def test_a_layer_with_two_groups_of_experts_is_not_cut(tmp_path):
     (architecture,) = discover.architectures_in("ernie4_5_vl_moe")
     tiny.tiny_model(architecture).save_pretrained(tmp_path)
