@@ -16,7 +16,7 @@ from moe_infinity.errors import MoEInfinityError
 from moe_infinity.printable import printable
 
 CONNECT_TIMEOUT_S = 10.0
-READ_TIMEOUT_S = 660.0  # without a byte; our own server gives up after 600 s (--deadline)
+READ_TIMEOUT_S = 660.0  # without a byte; our own server sends one every 5 s
 MOST_LINE_BYTES = 1 << 20
 MOST_ANSWER_LETTERS = 4 << 20  # they go back to the server with the next message
 MOST_ERROR_BYTES = 64 << 10

@@ -82,7 +82,7 @@ UNREAD_S = Limit("time in which a client reads nothing of its answer", 60, "s", 
 # Those with an option.
 BODY = Limit("a body", 4 * MIB, "bytes", 413, option="--max-body")
 QUEUE = Limit("sequences of one client that wait", 64, "sequences", 429, option="--max-queue")
-DEADLINE = Limit("time of a request, waiting included", 600, "s", 504, option="--deadline")
+DEADLINE = Limit("time of a request, waiting included", 3_600, "s", 504, option="--deadline")
 
 # The list or object of a body that has a limit of its own.
 LENGTHS = {

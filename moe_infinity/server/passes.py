@@ -54,6 +54,11 @@ from moe_infinity.sizes import parse_size
 
 logger = logging.getLogger(__name__)
 
+# A pass over a prompt ends after about so long, and what it read is kept: who gives up after ten
+# minutes, as most clients do, and tries again goes on from there.
+PASS_S = 240.0
+UNPACED_TOKENS = 8192  # of a pass whose time nothing tells yet
+
 
 class Passes:
     """Runs the model for the engine.
@@ -74,7 +79,7 @@ class Passes:
         self.reads_whole = not self._can_chunk  # prompts are read in one pass, however long
         self._chunk = config.prefill_chunk
         self._gap_share_s = config.gap_share_s
-        self._token_layer_s = 0.0  # of a prompt's token in a layer, of the last pass
+        self._token_layer_s = 0.0  # of a prompt's token in a layer, of the last pass of usual size
         self._room = moe.engine.room
         self._num_layers = len(moe.engine.path.computers)
         self.prefixes = prefixes_of(moe, config, reason, store)
@@ -115,9 +120,8 @@ class Passes:
     def prefill(
         self, sequence: Running, others: Callable[[], None], *, is_alone: bool = False
     ) -> Tensor:
-        """Compute the next chunk of a prompt, or of all tokens of an answer that begins anew.
-        Returns [V] float32 logits of its last token. `others` is called between two layers;
-        `is_alone`: no other sequence waits.
+        """Compute the next chunk of a prompt, or of all tokens of an answer that begins anew: [V]
+        float32 logits of its last token. `others` is called between layers. `is_alone`: none waits.
         """
         prompt_ids = sequence.ids
         cache = sequence.cache or self._begin(sequence)
@@ -143,8 +147,8 @@ class Passes:
         step = self._step(Phase.PREFILL, [sequence] * len(chunk), chunk)
         began = time.perf_counter()
         logits_V = self._read(sequence, step, inputs | {"others": others})
-        took_s = time.perf_counter() - began
-        self._token_layer_s = took_s / len(chunk) / self._num_layers
+        if len(chunk) >= USUAL_TOKENS:  # short ones take what reading experts takes
+            self._token_layer_s = (time.perf_counter() - began) / len(chunk) / self._num_layers
         sequence.num_prefilled += len(chunk)
         if images is not None and sequence.is_prefilled and not self.lengths.begins_anew:
             images.leave()
@@ -167,9 +171,12 @@ class Passes:
         most = num_left
         if sequence.request.reads_all or (self.num_seats > 1 and self._room.has_all):
             most = USUAL_TOKENS
-        elif not (self.num_seats == 1 or is_alone or self._room.takes_blocks(num_left)):
-            in_time = self._gap_share_s / self._token_layer_s if self._token_layer_s else 0
-            most = max(USUAL_TOKENS, int(in_time))
+        elif self.num_seats > 1:
+            is_long = is_alone or self._room.takes_blocks(num_left)
+            layer_s = PASS_S / self._num_layers if is_long else self._gap_share_s
+            unknown = UNPACED_TOKENS if is_long else USUAL_TOKENS
+            in_time = int(layer_s / self._token_layer_s) if self._token_layer_s else unknown
+            most = max(USUAL_TOKENS, in_time)
         fitting = self._room.tokens_at_once(num_left, length, most)
         if fitting == 0:
             raise QueueFull("there is no memory for this prompt: try again later")

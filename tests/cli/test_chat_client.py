@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from moe_infinity.cli import chat_client, terminal
+from moe_infinity.server.pauses import LIFE_PERIOD_S
 from moe_infinity.system.machine import interrupt_main
 
 DELTA = b'data: {"choices": [{"delta": {"content": "hi"}}]}\n\n'
@@ -119,7 +120,7 @@ def test_events_of_other_servers_are_read(command):
 
 
 def test_a_server_that_says_nothing_is_not_waited_for_forever(command, monkeypatch):
-    assert chat_client.READ_TIMEOUT_S > 600  # our own server's deadline
+    assert chat_client.READ_TIMEOUT_S > 2 * LIFE_PERIOD_S  # our own server's
     monkeypatch.setattr(chat_client, "READ_TIMEOUT_S", 0.2)
     with scripted(b"", is_silent=True) as server:
         outcome = chat(command, server.url)

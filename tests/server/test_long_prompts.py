@@ -13,6 +13,7 @@ from moe_infinity import MoE
 from moe_infinity.errors import Cancelled
 from moe_infinity.experts import Phase, Step
 from moe_infinity.memory import room as room_module
+from moe_infinity.server import passes as passes_module
 from tests.server.driving import (
     LONG,
     OTHER,
@@ -122,6 +123,26 @@ def test_where_experts_are_absent_a_prompt_is_one_pass(few_slots, alone):
     assert chunks_of(engine, long) == [len(LONG)]
     run_all(engine, long)
     assert_same_answer(long, alone["long"])
+
+
+def test_a_pass_ends_in_time_and_who_left_goes_on_from_there(few_slots, alone, monkeypatch):
+    monkeypatch.setattr(passes_module, "USUAL_TOKENS", 16)
+    monkeypatch.setattr(passes_module, "UNPACED_TOKENS", 45)
+    engine = make_engine(few_slots, max_batch=2)
+    gone = Client(engine, LONG)
+    engine.step()
+    assert gone.running.num_prefilled == 45, "nothing tells yet how long it takes"
+    monkeypatch.setattr(passes_module, "PASS_S", 0.0)
+    engine.step()
+    assert gone.running.num_prefilled == 68, "no pass has less than 32 tokens, so two are left"
+    engine.cancel([gone.running])
+    engine.step()
+    again = Client(engine, LONG)
+    monkeypatch.setattr(passes_module, "PASS_S", 1e6)
+    assert chunks_of(engine, again) == [len(LONG)], "its beginning was known, the rest in one pass"
+    assert again.running.num_cached == 64, "whole blocks of what was read"
+    run_all(engine, again)
+    assert_same_answer(again, alone["long"])
 
 
 def test_slots_give_way_to_a_prompt_and_come_back(few_slots, alone, monkeypatch):
