@@ -56,7 +56,7 @@ logger = logging.getLogger(__name__)
 
 # A pass over a prompt ends after about so long, and what it read is kept: who gives up after ten
 # minutes, as most clients do, and tries again goes on from there.
-PASS_S = 240.0
+PASS_S = 360.0
 UNPACED_TOKENS = 8192  # of a pass whose time nothing tells yet
 
 
