@@ -151,15 +151,30 @@ def with_capacity(x_BGNd: Tensor, capacity: int) -> Tensor:
     by now: it goes back to the system.
     """
     num_seqs, num_groups, num_tokens, width = x_BGNd.shape
-    shape = num_seqs, num_groups, capacity, width
-    if x_BGNd.device.type == "cpu":
-        _note_copied(x_BGNd.nbytes)
-        pages = zeroed_memory(math.prod(shape) * x_BGNd.itemsize, in_huge_pages=False)
-        wide = torch.frombuffer(pages, dtype=x_BGNd.dtype).view(shape)
-    else:
-        wide = x_BGNd.new_empty(shape)
+    wide = _to_copy_to((num_seqs, num_groups, capacity, width), x_BGNd)
     wide[:, :, :num_tokens] = x_BGNd
     return wide
+
+
+def joined(x_BGNd: Tensor, more_BGNd: Tensor, num_tokens: int) -> Tensor:
+    """The sequences of both, with so many tokens each, in memory as with_capacity gives. Shorter
+    ones have zeros in front.
+    """
+    num_seqs, num_groups, _, width = x_BGNd.shape
+    num_all = num_seqs + len(more_BGNd)
+    wide = _to_copy_to((num_all, num_groups, num_tokens, width), x_BGNd)
+    wide[:num_seqs, :, num_tokens - x_BGNd.shape[2] :] = x_BGNd
+    wide[num_seqs:, :, num_tokens - more_BGNd.shape[2] :] = more_BGNd
+    return wide
+
+
+def _to_copy_to(shape: tuple[int, ...], x: Tensor) -> Tensor:
+    """Zeros where a copy of keys or values goes, in pages of their own on a CPU."""
+    if x.device.type != "cpu":
+        return x.new_zeros(shape)
+    _note_copied(x.nbytes)
+    pages = zeroed_memory(math.prod(shape) * x.itemsize, in_huge_pages=False)
+    return torch.frombuffer(pages, dtype=x.dtype).view(shape)
 
 
 def _note_copied(num_bytes: int) -> None:

@@ -206,6 +206,16 @@ class Room:
             self._trim_for(needs)
             self.keep_free(needs)
 
+    def make_for_keys(self, num_tokens: int) -> None:
+        """The same before keys and values of so many tokens are copied. The next decode step copies
+        them once more, to where there is room for more.
+        """
+        self._num_unseen = -1
+        if self.needs is not None:
+            needs = self.needs.kv.of(num_tokens)
+            self._trim_for(needs)
+            self.keep_free(needs)
+
     def keep_free(self, num_bytes: int) -> int:
         """Give back slots until so many bytes are free, and return how many more there were."""
         spare = self.left() - num_bytes

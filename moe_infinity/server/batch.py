@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 from transformers.cache_utils import (
     DynamicCache,
     DynamicSlidingWindowLayer,
@@ -21,6 +20,7 @@ from transformers.cache_utils import (
 )
 
 from moe_infinity.architectures import attention_inputs
+from moe_infinity.kernels.kv_layers import joined
 from moe_infinity.prefixes.cache_layers import (
     growing_names_of,
     recurrent_states_of,
@@ -58,6 +58,14 @@ class DecodeBatch:
             for layer, other in zip(self.cache.layers, cache.layers, strict=True):
                 _join_layer(layer, other, total)
         self._lengths.append(length)
+
+    def num_to_join(self, length: int) -> int:
+        """For how many tokens' keys and values `join` takes memory."""
+        if self.cache is None:
+            return 0
+        num_joined = (len(self) + 1) * max(self.longest, length)
+        in_a_layer = num_joined // len(self.cache.layers)  # beside those that they replace
+        return num_joined - len(self) * self.longest + in_a_layer
 
     def keep(self, rows: Sequence[int]) -> None:
         """Keep only these rows, in this order, and free the memory of the others."""
@@ -169,15 +177,9 @@ def _join_layer(layer: Any, other: Any, total: int) -> None:
                 states[idx] = torch.cat([state, more[idx]])  # type: ignore[list-item]
     width = _width(layer, total)
     for name in growing_names_of(layer):
-        both = [_widened(getattr(one, name), width) for one in (layer, other)]
-        setattr(layer, name, torch.cat(both))
+        setattr(layer, name, joined(getattr(layer, name), getattr(other, name), width))
     if isinstance(layer, DynamicSlidingWindowLayer):
         layer.cumulative_length = total
-
-
-def _widened(x_BHTD: Tensor, width: int) -> Tensor:
-    """Keys or values with zeros added on the left, where the mask hides them."""
-    return pad(x_BHTD, (0, 0, width - x_BHTD.shape[2], 0))
 
 
 def _keep_rows(layer: Any, rows_B: Tensor, total: int) -> None:

@@ -63,7 +63,9 @@ class Decoding:
         """Add a sequence whose cache has all tokens but the newest. The batch takes the cache."""
         assert sequence.cache is not None
         group = self._group_for(sequence)
-        group.batch.join(sequence.cache, len(sequence.ids) - 1)
+        length = len(sequence.ids) - 1
+        self._passes.room.make_for_keys(group.batch.num_to_join(length))
+        group.batch.join(sequence.cache, length)
         group.sequences.append(sequence)
         sequence.cache = None
 
@@ -80,6 +82,7 @@ class Decoding:
     def set_aside(self, sequence: Running) -> None:
         """Remove a sequence that gets its cache back, to be added again later."""
         group = next(group for group in self._groups if sequence in group.sequences)
+        self._passes.room.make_for_keys(group.batch.longest)
         sequence.cache = group.batch.copy_of(group.sequences.index(sequence)).cache
         self.remove(sequence)
 
@@ -106,7 +109,7 @@ class Decoding:
     def newest_without_room(self) -> Running | None:
         """The sequence that began last, if memory has no room for the next tokens of all."""
         self._num_looks = (self._num_looks + 1) % DECODE_STEPS
-        if self._num_looks or not len(self) or self._passes.has_room(len(self) * DECODE_STEPS):
+        if self._num_looks or not len(self) or self._passes.room.has_room(len(self) * DECODE_STEPS):
             return None
         return max(self, key=lambda sequence: sequence.began)
 

@@ -80,7 +80,7 @@ class Passes:
         self._chunk = config.prefill_chunk
         self._gap_share_s = config.gap_share_s
         self._token_layer_s = 0.0  # of a prompt's token in a layer, of the last pass of usual size
-        self._room = moe.engine.room
+        self.room = moe.engine.room
         self._num_layers = len(moe.engine.path.computers)
         self.prefixes = prefixes_of(moe, config, reason, store)
 
@@ -103,10 +103,6 @@ class Passes:
                 "serve one request at a time with --max-batch 1"
             )
 
-    def has_room(self, num_tokens: int) -> bool:
-        """True if memory has room for the keys and values of so many tokens more."""
-        return self._room.has_room(num_tokens)
-
     def can_hold(self, sequence: Running, others: Sequence[Running], num_held: int) -> bool:
         """True if there is memory for one more sequence: in a batch with the others all rows are as
         long as the longest, and `num_held` tokens of these are there. Alone it has all memory.
@@ -115,7 +111,7 @@ class Passes:
         num_answer = min(sequence.request.max_new_tokens, USUAL_TOKENS)
         num_new = (len(others) + 1) * (longest + num_answer) - num_held
         at_once = LEAST_TOKENS if self._can_chunk else len(sequence.ids)
-        return not others or self._room.has_room(num_new, at_once)
+        return not others or self.room.has_room(num_new, at_once)
 
     def prefill(
         self, sequence: Running, others: Callable[[], None], *, is_alone: bool = False
@@ -169,15 +165,15 @@ class Passes:
         if self._chunk is not None and (self.num_seats > 1 or sequence.request.reads_all):
             return min(self._chunk, num_left)
         most = num_left
-        if sequence.request.reads_all or (self.num_seats > 1 and self._room.has_all):
+        if sequence.request.reads_all or (self.num_seats > 1 and self.room.has_all):
             most = USUAL_TOKENS
         elif self.num_seats > 1:
-            is_long = is_alone or self._room.takes_blocks(num_left)
+            is_long = is_alone or self.room.takes_blocks(num_left)
             layer_s = PASS_S / self._num_layers if is_long else self._gap_share_s
             unknown = UNPACED_TOKENS if is_long else USUAL_TOKENS
             in_time = int(layer_s / self._token_layer_s) if self._token_layer_s else unknown
             most = max(USUAL_TOKENS, in_time)
-        fitting = self._room.tokens_at_once(num_left, length, most)
+        fitting = self.room.tokens_at_once(num_left, length, most)
         if fitting == 0:
             raise QueueFull("there is no memory for this prompt: try again later")
         return fitting
@@ -188,9 +184,9 @@ class Passes:
         start = sequence.num_prefilled
         end = start + inputs["input_ids"].shape[1]
         if request.has_prompt_logprobs and not sequence.has_answer:
-            if (needs := self._room.needs) is not None:  # a pass makes room for one row of logits
+            if (needs := self.room.needs) is not None:  # a pass makes room for one row of logits
                 num_tokens = end - start
-                self._room.keep_free(needs.of_pass(num_tokens, end) + num_tokens * needs.logits)
+                self.room.keep_free(needs.of_pass(num_tokens, end) + num_tokens * needs.logits)
             logits_TV = self._logits(step, inputs, num_kept=0)[0]
             first = [ChosenToken(request.prompt_ids[0])] if start == 0 else []
             next_ids = request.prompt_ids[start + 1 : end + 1]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from moe_infinity.server import decoding as decoding_module
@@ -37,6 +39,34 @@ def test_a_prompt_without_room_beside_others_waits_for_them(few_slots, alone, mo
     run_all(engine, short, long)
     assert_same_answer(short, alone["short"])
     assert_same_answer(long, alone["long"])
+
+
+def test_slots_give_way_to_a_sequence_that_joins_a_batch(few_slots, monkeypatch):
+    """Its keys and values, and those of the batch, are copied to be of one length."""
+    room, table = few_slots.engine.room, few_slots.engine.tiers[-1].table
+    engine = make_engine(few_slots, max_batch=2, max_gap=0.0, prefix_cache="off")
+    short = Client(engine, SHORT, max_new_tokens=30)
+    engine.step()
+    add = engine._decoding.add
+    given: list[int] = []
+
+    def without_memory(sequence):
+        with monkeypatch.context() as patched:
+            leave(few_slots, patched, 0)
+            before = table.num_withdrawn
+            add(sequence)
+            given.append(table.num_withdrawn - before)
+
+    monkeypatch.setattr(engine._decoding, "add", without_memory)
+    long = Client(engine, LONG)
+    engine.step()
+    num_layers = few_slots.model.config.num_hidden_layers
+    num_short = len(SHORT) + len(short.token_ids) - 2  # when it is joined, without its newest
+    num_joined = 2 * len(LONG)
+    num_new = num_joined - num_short + num_joined // num_layers
+    slot_bytes = few_slots.engine.tiers[-1].slots.slot_bytes
+    assert given == [math.ceil(room.needs.kv.of(num_new) / slot_bytes)]
+    run_all(engine, short, long)
 
 
 def test_a_prompt_whose_embedding_is_begun_is_refused_without_room(few_slots, monkeypatch):
