@@ -127,7 +127,10 @@ class Bookkeeping:
         """Record what the router of this layer chose in the step that began last, for all of its
         tokens or for a block of them.
         """
-        self.activated[moe_layer_idx] = routing.activated
+        activated = routing.activated
+        if block is not None and block.start > 0:
+            activated = sorted({*self.activated[moe_layer_idx], *activated})
+        self.activated[moe_layer_idx] = activated
         if routing.top_k_index_TK is not None:
             top_k_index_TK = routing.top_k_index_TK
             if routing.num_without:

@@ -92,6 +92,17 @@ def without_blocks(monkeypatch) -> None:
     monkeypatch.setattr(room_module, "BLOCK_SIZES", (1 << 20,))
 
 
+def test_what_all_blocks_of_a_prompt_activated_is_shown(moe, cut, monkeypatch):
+    """The last block, of one token, activates fewer."""
+    ids = IDS[:, : BLOCK + 1]
+    logits_of(moe, ids, [BLOCK + 1])
+    assert 2 in cut
+    shown = [set(activated) for activated in moe.engine.bookkeeping.activated]
+    without_blocks(monkeypatch)
+    logits_of(moe, ids, [BLOCK + 1])
+    assert shown == [set(activated) for activated in moe.engine.bookkeeping.activated]
+
+
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("ends", [[200], [30, 200]], ids=["whole", "behind others"])
 @pytest.mark.parametrize("name", ALL)
