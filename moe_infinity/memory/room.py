@@ -260,15 +260,23 @@ class Room:
         return self.needs is None or self._tier.table.num_slots == self._num_experts
 
     def tokens_at_once(
-        self, num_new: int, context: int, most: int, *, is_one_sequence: bool = True
+        self,
+        num_new: int,
+        context: int,
+        most: int,
+        *,
+        is_one_sequence: bool = True,
+        is_alone: bool = True,
     ) -> int:
         """How many of the last `num_new` of `context` tokens to compute in one pass, at most `most`
         or few. Each pass over a long prompt reads the absent experts, so there are as few as memory
-        allows, unless that makes too many experts absent. 0 if not even a short pass fits.
+        allows, unless that makes too many experts absent. 0 if not even a short pass fits. Unless
+        `is_alone`, something is left for the tokens of others that go on meanwhile.
         """
         if self.needs is None:
             return min(num_new, most)
         kept = self.needs.kv.of(num_new)
+        kept += 0 if is_alone else int(self.memory.num_bytes * SPARE_SHARE)
         self._trim_for(self.needs.of_pass(min(num_new, most), context) + kept)
         left = self.left() - kept
         may_cut = is_one_sequence and self.takes_blocks(num_new)

@@ -173,7 +173,7 @@ class Passes:
             unknown = UNPACED_TOKENS if is_long else USUAL_TOKENS
             in_time = int(layer_s / self._token_layer_s) if self._token_layer_s else unknown
             most = max(USUAL_TOKENS, in_time)
-        fitting = self.room.tokens_at_once(num_left, length, most)
+        fitting = self.room.tokens_at_once(num_left, length, most, is_alone=is_alone)
         if fitting == 0:
             raise QueueFull("there is no memory for this prompt: try again later")
         return fitting

@@ -258,6 +258,19 @@ def test_a_prompt_for_which_slots_do_not_make_room_is_read_in_parts(few_slots, a
     assert_same_answer(long, alone["long"])
 
 
+def test_a_pass_beside_others_leaves_memory_for_their_tokens(few_slots, monkeypatch):
+    room = few_slots.engine.room
+    num_tokens = len(LONG)
+    needed = room.needs.of_pass(num_tokens, num_tokens) + room.needs.kv.of(num_tokens)
+    leave(few_slots, monkeypatch, needed - room.movable())
+    alone = room.tokens_at_once(num_tokens, num_tokens, num_tokens)
+    assert alone > 0
+    assert room.tokens_at_once(num_tokens, num_tokens, num_tokens, is_alone=False) == 0
+    spare = int(room.memory.num_bytes * room_module.SPARE_SHARE)
+    leave(few_slots, monkeypatch, needed - room.movable() + spare)
+    assert room.tokens_at_once(num_tokens, num_tokens, num_tokens, is_alone=False) == alone
+
+
 # What runs inside a pass leaves no trace in it
 
 
