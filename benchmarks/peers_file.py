@@ -32,9 +32,9 @@ from tools.random_weights import topical_ids
 
 CELL = str(Path(__file__).with_name("peers_cell.py"))
 READ_BYTES = 16 << 20
-# A virtual machine may give freed memory back to its host, as what the page cache just dropped. Who
-# began at once would get it before: of 18.6 GB, llama.cpp read and computed 32 tokens in 13 s, and
-# 15 s after the drop in 23.
+# From when the page cache drops the file until a system starts. A virtual machine gives the freed
+# memory back to its host meanwhile, and a system that starts sooner is faster: llama.cpp read 18.6
+# GB and computed 32 tokens in 13 s, and in 23 s after this wait.
 SETTLED_S = 15.0
 Results = dict[str, list[dict[str, Any]]]  # by row and system, one a round
 

@@ -172,7 +172,8 @@ class Room:
             needs = self.needs.of_decode_step(num_tokens, max(step.context, num_tokens))
             needs += self.needs.kv.of(num_copied)
         needs += self.needs.kv.of(num_tokens)
-        self._trim_for(math.inf if self._tier.table.num_withdrawn else needs)
+        if self._tier.table.num_withdrawn:
+            self._trim_for(math.inf)
         spare = self.keep_free(needs)
         if self._tier.table.num_withdrawn and slots_return:
             kept_free = int(self.memory.num_bytes * SPARE_SHARE)
@@ -195,16 +196,12 @@ class Room:
         after them: what was taken so far may be more than was thought.
         """
         if self.needs is not None:
-            needs = num_tokens * self.needs.per_part
-            self._trim_for(needs)
-            self.keep_free(needs)
+            self.keep_free(num_tokens * self.needs.per_part)
 
     def make_for_whole(self, num_tokens: int) -> None:
         """The same before layers take all of so many tokens, which were to be taken in blocks."""
         if self.needs is not None:
-            needs = num_tokens * self.needs.per_token
-            self._trim_for(needs)
-            self.keep_free(needs)
+            self.keep_free(num_tokens * self.needs.per_token)
 
     def make_for_keys(self, num_tokens: int) -> None:
         """The same before keys and values of so many tokens are copied. The next decode step copies
@@ -212,12 +209,13 @@ class Room:
         """
         self._num_unseen = -1
         if self.needs is not None:
-            needs = self.needs.kv.of(num_tokens)
-            self._trim_for(needs)
-            self.keep_free(needs)
+            self.keep_free(self.needs.kv.of(num_tokens))
 
     def keep_free(self, num_bytes: int) -> int:
-        """Give back slots until so many bytes are free, and return how many more there were."""
+        """Give back what the process has freed, and then slots, until so many bytes are free.
+        Returns how many more there were before slots.
+        """
+        self._trim_for(num_bytes)
         spare = self.left() - num_bytes
         num_slots = min(math.ceil(-spare / self._tier.slots.slot_bytes), self._num_movable)
         slots = self._tier.slots
@@ -271,7 +269,7 @@ class Room:
         """How many of the last `num_new` of `context` tokens to compute in one pass, at most `most`
         or few. Each pass over a long prompt reads the absent experts, so there are as few as memory
         allows, unless that makes too many experts absent. 0 if not even a short pass fits. Unless
-        `is_alone`, something is left for the tokens of others that go on meanwhile.
+        `is_alone`, other sequences may go on in the pass: memory is left for their tokens.
         """
         if self.needs is None:
             return min(num_new, most)

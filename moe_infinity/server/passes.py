@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -57,7 +58,7 @@ logger = logging.getLogger(__name__)
 # A pass over a prompt ends after about so long, and what it read is kept: who gives up after ten
 # minutes, as most clients do, and tries again goes on from there.
 PASS_S = 360.0
-UNPACED_TOKENS = 8192  # of a pass whose time nothing tells yet
+FIRST_PASS_TOKENS = 8192  # before any pass has told how long one takes
 
 
 class Passes:
@@ -117,7 +118,8 @@ class Passes:
         self, sequence: Running, others: Callable[[], None], *, is_alone: bool = False
     ) -> Tensor:
         """Compute the next chunk of a prompt, or of all tokens of an answer that begins anew: [V]
-        float32 logits of its last token. `others` is called between layers. `is_alone`: none waits.
+        float32 logits of its last token. `others` is called between layers; `is_alone`: there are
+        none yet.
         """
         prompt_ids = sequence.ids
         cache = sequence.cache or self._begin(sequence)
@@ -170,10 +172,12 @@ class Passes:
         elif self.num_seats > 1:
             is_long = is_alone or self.room.takes_blocks(num_left)
             layer_s = PASS_S / self._num_layers if is_long else self._gap_share_s
-            unknown = UNPACED_TOKENS if is_long else USUAL_TOKENS
+            unknown = FIRST_PASS_TOKENS if is_long else USUAL_TOKENS
             in_time = int(layer_s / self._token_layer_s) if self._token_layer_s else unknown
             most = max(USUAL_TOKENS, in_time)
-        fitting = self.room.tokens_at_once(num_left, length, most, is_alone=is_alone)
+        at_once = partial(self.room.tokens_at_once, num_left, length, most)
+        # Others may come during the pass; one that fits only without them is not refused.
+        fitting = at_once(is_alone=self.num_seats == 1) or at_once(is_alone=is_alone)
         if fitting == 0:
             raise QueueFull("there is no memory for this prompt: try again later")
         return fitting

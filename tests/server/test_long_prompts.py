@@ -127,7 +127,7 @@ def test_where_experts_are_absent_a_prompt_is_one_pass(few_slots, alone):
 
 def test_a_pass_ends_in_time_and_who_left_goes_on_from_there(few_slots, alone, monkeypatch):
     monkeypatch.setattr(passes_module, "USUAL_TOKENS", 16)
-    monkeypatch.setattr(passes_module, "UNPACED_TOKENS", 45)
+    monkeypatch.setattr(passes_module, "FIRST_PASS_TOKENS", 45)
     engine = make_engine(few_slots, max_batch=2)
     gone = Client(engine, LONG)
     engine.step()
@@ -269,6 +269,21 @@ def test_a_pass_beside_others_leaves_memory_for_their_tokens(few_slots, monkeypa
     spare = int(room.memory.num_bytes * room_module.SPARE_SHARE)
     leave(few_slots, monkeypatch, needed - room.movable() + spare)
     assert room.tokens_at_once(num_tokens, num_tokens, num_tokens, is_alone=False) == alone
+
+
+def test_a_server_with_several_seats_leaves_it_also_for_those_who_come_later(moe, monkeypatch):
+    asked: list[bool] = []
+    at_once = moe.engine.room.tokens_at_once
+
+    def watched(*args, is_alone):
+        asked.append(is_alone)
+        return at_once(*args, is_alone=is_alone)
+
+    monkeypatch.setattr(moe.engine.room, "tokens_at_once", watched)
+    for num_seats in (1, 2):
+        engine = make_engine(moe, max_batch=num_seats, prefix_cache="off")
+        run_all(engine, Client(engine, LONG, max_new_tokens=1))
+    assert asked == [True, False]
 
 
 # What runs inside a pass leaves no trace in it
