@@ -10,7 +10,8 @@ from pathlib import Path
 import transformers
 
 from moe_infinity.gguf.fields import METADATA
-from tests.gguf_files import MODELS, class_for
+from tests.gguf_files import class_for
+from tests.gguf_models import MODELS
 from tools.convert_to_gguf import ARCHITECTURES
 
 GUIDE = Path(__file__).resolve().parents[1] / "docs" / "gguf.md"
@@ -32,6 +33,7 @@ TOKENIZERS = {
     "minimax-m2": ("minimax-m2",), "nemotron_h_moe": ("pixtral",), "olmoe": ("olmo",),
     "phimoe": ("llama",), "qwen2moe": ("qwen2",), "qwen35moe": ("qwen35",),
     "qwen3moe": ("qwen2",), "qwen3next": ("qwen2",), "qwen4exp": ("qwen35",),
+    "step35": ("probably deepseek-v3",),
     "deepseek4": ("probably deepseek-v3",), "minimax-m3": ("probably minimax-m2",),
 }  # fmt: skip
 

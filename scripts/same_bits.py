@@ -38,7 +38,7 @@ from torch import Tensor
 
 from moe_infinity import MoE
 from moe_infinity.cluster.model import ClusterMoE
-from tests import gguf_files, quantized_checkpoints
+from tests import gguf_files, gguf_models, quantized_checkpoints
 from tests.remote_code.checkpoints import MODELS as REMOTE_CODE
 from tests.remote_code.checkpoints import save_remote_code_model
 from tests.sweep.discover import architectures_in
@@ -162,14 +162,14 @@ def build_packed(name: str, path: Path) -> Checkpoint:
 
 def build_gguf(name: str, weights: str, path: Path) -> Checkpoint:
     """A GGUF file; the config that some need is beside it."""
-    file = gguf_files.build(name, path, **gguf_files.WIDE) / f"{weights}.gguf"
+    file = gguf_files.build(name, path, **gguf_models.WIDE) / f"{weights}.gguf"
     convert(path, file, weights)
     return Checkpoint(file, {} if name == "qwen3_moe" else {"config_from": str(path)})
 
 
 def build_packed_while_loaded(dtype: str, path: Path) -> Checkpoint:
     """Plain weights, whose experts are packed by the reader."""
-    folder = gguf_files.build("qwen3_moe", path, **gguf_files.WIDE)
+    folder = gguf_files.build("qwen3_moe", path, **gguf_models.WIDE)
     return Checkpoint(folder, {"expert_dtype": dtype, "dtype": "bfloat16"})
 
 

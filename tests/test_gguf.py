@@ -22,7 +22,8 @@ from moe_infinity.gguf.architectures import KNOWN
 from moe_infinity.gguf.fields import METADATA
 from scripts.gguf_table import GUIDE, table
 from tests.closeness import distance
-from tests.gguf_files import MODELS, WIDE, build, rewrite, stock_model, widen
+from tests.gguf_files import build, rewrite, stock_model, widen
+from tests.gguf_models import MODELS, WIDE
 from tests.kernels.stored_weights import ggml_blocks
 from tools.convert_to_gguf import ARCHITECTURES, convert
 

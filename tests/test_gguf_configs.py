@@ -90,6 +90,15 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
     "minimax_m2": [{"rope_parameters": ROPE | {"partial_rotary_factor": 0.5}}],
     "minimax_m3_vl_text": [{"shared_intermediate_size": 192, "routed_scaling_factor": 1.5}],
     "qwen3_vl_moe": [{"rope_parameters": ROPE | {"mrope_section": [4, 2, 2]}}],
+    "step3p7": [
+        {"swiglu_limits": None, "swiglu_limits_shared": [0.02, None, None, None],
+         "num_sliding_attention_heads": 2, "moe_router_scaling_factor": 1.0,
+         "mlp_layer_types": ["sparse"] * 4,
+         "rope_parameters": {
+             "full_attention": ROPE | {"partial_rotary_factor": 0.5},
+             "sliding_attention": ROPE | {"rope_theta": 500.0},
+         }},
+    ],
 }  # fmt: skip
 # llama.cpp wants q_lora_rank but for models of 26 or 27 layers, and all experts behind the first.
 # It does not read yarn_attn_factor.
@@ -159,6 +168,21 @@ def test_scores_may_be_said_for_each_layer(made, tmp_path):
     assert distance(logits_of(listed, ids_of(40)), expected) < TOLERANCE
 
 
+@pytest.mark.parametrize("made", [("step3p7", 0)], indirect=True)
+def test_a_limit_may_be_said_once_for_all_layers(made, tmp_path):
+    folder, file = made
+    key = "step35.swiglu_clamp_shexp"
+    once = rewrite(file, tmp_path / "once.gguf", {key: (T.FLOAT32, 0.02)})
+    stock = stock_model(folder)
+    for module in stock.modules():
+        if type(module).__name__ == "Step3p7MLP":
+            module.limit = 0.02
+    with torch.no_grad():
+        expected = stock(ids_of(40)).logits
+    assert distance(logits_of(once, ids_of(40)), expected) < TOLERANCE
+    assert distance(logits_of(file, ids_of(40)), expected) > TOLERANCE
+
+
 @pytest.mark.parametrize("made", [("deepseek_v2", 0)], indirect=True)
 def test_files_of_before_latent_attention_was_split(made, tmp_path):
     """As those of DeepSeek-V2 until April 2025, of which llama.cpp says no more than this."""
@@ -200,6 +224,10 @@ def test_files_of_before_latent_attention_was_split(made, tmp_path):
         (("jamba", 0), "ssm.inner_size", "wide"),
         (("minimax_m3_vl_text", 0), "expert_shared_count", "two"),
         (("qwen3_vl_moe", 0), "rope.dimension_sections", (T.UINT32, 4)),
+        (("step3p7", 0), "attention.head_count", (T.UINT32, 0)),
+        (("step3p7", 0), "attention.sliding_window_pattern", "every"),
+        (("step3p7", 0), "swiglu_clamp_shexp", "much"),
+        (("step3p7", 0), "swiglu_clamp_shexp", [1.0]),
     ],
     indirect=["made"],
 )

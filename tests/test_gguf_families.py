@@ -24,7 +24,8 @@ from moe_infinity import MoE
 from moe_infinity.architectures.model_parts import PackedLinear, ReorderedLinear
 from tests.closeness import distance, logits_of_steps
 from tests.conftest import save_tokenizer
-from tests.gguf_files import MODELS, WIDE, build, rewrite, stock_model, widen
+from tests.gguf_files import build, rewrite, stock_model, widen
+from tests.gguf_models import MODELS, WIDE
 from tests.server.driving import Client, cached, generated, make_engine, run_all
 from tools.convert_to_gguf import convert
 

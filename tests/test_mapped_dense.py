@@ -21,7 +21,8 @@ from moe_infinity.memory import room
 from moe_infinity.memory.room import ProcessMemory
 from moe_infinity.system import linux
 from tests.closeness import logits_of_steps
-from tests.gguf_files import WIDE, build
+from tests.gguf_files import build
+from tests.gguf_models import WIDE
 from tests.on_demand import ON_DEMAND
 from tests.test_mapped import IDS, can_map, small_models_are_mapped
 from tools.convert_to_gguf import convert

@@ -29,7 +29,7 @@ from safetensors import safe_open
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # if this is run as a script
 
 from tools.gguf_blocks import K_QUANTS, RandomBlocks
-from tools.gguf_changes import NAMES, NAMES_OF, changed
+from tools.gguf_changes import CHANGED, NAMES, NAMES_OF, OF_VISION, changed
 from tools.gguf_layers import as_written, more_tensors
 from tools.gguf_metadata import WIDE_KEYS, more_metadata
 from tools.gguf_types import MIXES, Shape, types_of
@@ -49,6 +49,7 @@ ARCHITECTURES = {
     "laguna": "laguna", "mellum": "mellum", "mimo_v2_flash": "mimo2",
     "qwen4_exp_text": "qwen4exp", "deepseek_v4": "deepseek4", "mistral4": "mistral4",
     "minimax_m3_vl_text": "minimax-m3", "glm5_next": "glm5-next", "qwen3_vl_moe": "qwen3vlmoe",
+    "step3p7": "step35",
 }  # fmt: skip
 # Of what the gguf package does not know: one that it knows, with the same names.
 NAMED_AS = {
@@ -61,11 +62,6 @@ EXPERT = re.compile(
 )
 LEAVES = dict(gate_proj="gate", up_proj="up", down_proj="down", w1="gate", w3="up", w2="down")
 REORDERED = ("llama", "granitemoe")  # rows of q and k
-# Whose weights gguf_changes.py knows.
-CHANGED = (
-    "afmoe", "deepseek4", "gemma4", "glm5-next", "granitehybrid", "jamba", "kimi-linear", "laguna",
-    "lfm2moe", "minimax-m3", "nemotron_h_moe", "qwen3next", "qwen35moe", "qwen3vlmoe", "qwen4exp",
-)  # fmt: skip
 ROWS_FIRST = ("minimax-m3", "mistral4", "qwen3vlmoe")  # of experts, as transformers saves them
 # Of whole numbers, by the end of their names: they are metadata of the file.
 CONSTANTS = ("layer_multipliers", "ngram_heads_offsets", "ngram_heads_vocab_sizes")
@@ -112,7 +108,7 @@ class Converter:
             in_order = sorted(shards, key=lambda name: int(name.split("shard_")[1].split(".")[0]))
             yield Target("per_layer_token_embd.weight", in_order, torch.cat)
         for name in self._names:
-            if name in shards or name.endswith(CONSTANTS) or ".visual." in name:
+            if name in shards or name.endswith(CONSTANTS) or OF_VISION.search(name):
                 continue
             if match := EXPERT.fullmatch(name):
                 stack = f"blk.{match[1]}.ffn_{LEAVES[match[3]]}_exps.weight"
@@ -310,7 +306,7 @@ def metadata_of(config: dict[str, Any]) -> dict[str, Any]:
         found["rope.scaling.factor"] = float(rope["factor"])
         original = rope["original_max_position_embeddings"]
         found["rope.scaling.original_context_length"] = original
-    return found | more
+    return {key: value for key, value in (found | more).items() if value is not None}
 
 
 def write_tokenizer(writer: gguf.GGUFWriter, folder: Path, config: dict[str, Any]) -> None:

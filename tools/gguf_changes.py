@@ -6,6 +6,7 @@ each other.
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import torch
@@ -34,7 +35,14 @@ NAMES = {
     )
 }  # fmt: skip
 
-WITH_SHIFT = ("minimax-m3", "qwen35moe", "qwen3next", "qwen4exp")  # of their norms
+# Architectures whose weights are changed, or have other names.
+CHANGED = (
+    "afmoe", "deepseek4", "gemma4", "glm5-next", "granitehybrid", "jamba", "kimi-linear", "laguna",
+    "lfm2moe", "minimax-m3", "nemotron_h_moe", "qwen3next", "qwen35moe", "qwen3vlmoe", "qwen4exp",
+    "step35",
+)  # fmt: skip
+OF_VISION = re.compile(r"\.visual\.|^vision_model\.|^vit_large_projector\.")
+WITH_SHIFT = ("minimax-m3", "qwen35moe", "qwen3next", "qwen4exp", "step35")  # of their norms
 # Where a checkpoint has names of its own, which another architecture has for something else.
 NAMES_OF = {
     "minimax-m3": {
@@ -60,6 +68,7 @@ NAMES_OF = {
         for place in ("attn", "ffn") for leaf in ("fn", "base", "scale")
     },
     "qwen3vlmoe": {"mlp.experts.down_proj": "ffn_down_exps.weight"},
+    "step35": {".moe.router_bias": "exp_probs_b.bias"},
     "deepseek4": {
         ".attn.attn_sink": "attn_sinks.weight", ".attn.norm.weight": "attn_kv_a_norm.weight",
         ".attn.q_norm.weight": "attn_q_a_norm.weight", ".attn.wkv.weight": "attn_kv.weight",

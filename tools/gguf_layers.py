@@ -4,6 +4,7 @@ checkpoint. Written from llama.cpp's conversion/.
 
 from __future__ import annotations
 
+from math import pi
 from typing import Any
 
 
@@ -56,7 +57,7 @@ def as_written(config: dict[str, Any]) -> dict[str, Any]:
     if config["model_type"] == "deepseek_v4":
         rope = config["rope_parameters"]["compress"] | {"rope_theta": config["rope_theta"]}
         return config | {"rope_parameters": rope}
-    if config["model_type"] in ("laguna", "mellum"):
+    if config["model_type"] in ("laguna", "mellum", "step3p7"):
         return config | {"rope_parameters": config["rope_parameters"]["full_attention"]}
     if config["model_type"] != "gemma4_text":
         return config
@@ -76,8 +77,26 @@ def as_written(config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _llama3_factors(config: dict[str, Any]) -> dict[str, list[float]]:
+    """What Llama 3 multiplies wavelengths with, and 1 for pairs that full layers do not rotate."""
+    rope = config["rope_parameters"]["full_attention"]
+    if rope["rope_type"] != "llama3":
+        return {}
+    factor, low, high = (rope[f"{n}factor"] for n in ("", "low_freq_", "high_freq_"))
+    num_rotated = int(config["head_dim"] * rope["partial_rotary_factor"])
+    factors = [1.0] * (config["head_dim"] // 2)
+    for pair in range(num_rotated // 2):
+        length = 2 * pi * rope["rope_theta"] ** (2 * pair / num_rotated)
+        turns = rope["original_max_position_embeddings"] / length
+        smooth = min(max((turns - low) / (high - low), 0.0), 1.0)
+        factors[pair] = 1 / ((1 - smooth) / factor + smooth)
+    return {"rope_freqs.weight": factors}
+
+
 def more_tensors(config: dict[str, Any]) -> dict[str, list[float]]:
     """Tensors that are in no checkpoint."""
+    if config["model_type"] == "step3p7":
+        return _llama3_factors(config)
     if config["model_type"] != "gemma4_text":
         return {}
     num_pairs = _of_full_layers(config)["head_dim"] // 2

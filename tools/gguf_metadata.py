@@ -67,7 +67,7 @@ def more_metadata(config: dict[str, Any]) -> dict[str, Any]:
         found["expert_gating_func"] = 2
     of_model = OF_MODELS.get(model_type)
     found |= {} if of_model is None else of_model(config)
-    return {key: value for key, value in found.items() if value is not None}
+    return found
 
 
 def _gpt_oss(config: dict[str, Any]) -> dict[str, Any]:
@@ -185,6 +185,28 @@ def _laguna(config: dict[str, Any]) -> dict[str, Any]:
         "expert_weights_norm": True,
         "rope.dimension_count_swa": int(config["head_dim"] * sliding["partial_rotary_factor"]),
     }
+
+
+def _step35(config: dict[str, Any]) -> dict[str, Any]:
+    limits = {
+        key: [float(limit or 0) for limit in config[name]]
+        for key, name in (
+            ("swiglu_clamp_exp", "swiglu_limits"), ("swiglu_clamp_shexp", "swiglu_limits_shared"),
+        )
+        if config[name] is not None
+    }  # fmt: skip
+    kinds = config["layer_types"]
+    heads = {"sliding_attention": "num_sliding_attention_heads"}
+    return _mellum(config) | limits | {
+        "attention.head_count": [config[heads.get(k, "num_attention_heads")] for k in kinds],
+        "attention.head_count_kv": [config["num_key_value_heads"]] * len(kinds),
+        "expert_shared_feed_forward_length": config["share_expert_dim"],
+        "expert_weights_norm": True,
+        "expert_weights_scale": float(config["moe_router_scaling_factor"]),
+        "leading_dense_block_count": config["mlp_layer_types"].count("dense"),
+        "moe_every_n_layers": 1,
+        "rope.dimension_count": None,
+    }  # fmt: skip
 
 
 def _exaone(config: dict[str, Any]) -> dict[str, Any]:
@@ -355,4 +377,5 @@ OF_MODELS = {
     "qwen3_next": _delta_net,
     "qwen3_vl_moe": _qwen3_vl,
     "qwen4_exp_text": _qwen4,
+    "step3p7": _step35,
 }

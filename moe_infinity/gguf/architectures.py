@@ -69,4 +69,5 @@ KNOWN = dict.fromkeys(ONLY_NAMES, Architecture()) | {
     "qwen35moe": Architecture(moved=VALUE_HEADS, changed=NORMS_PLUS_ONE),
     "qwen3next": Architecture(changed=NORMS_PLUS_ONE),
     "qwen4exp": Architecture(moved=VALUE_HEADS, changed=NORMS_PLUS_ONE),
+    "step35": Architecture(changed=NORMS_PLUS_ONE),
 }

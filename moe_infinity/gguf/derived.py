@@ -9,20 +9,20 @@ from typing import Any
 
 from moe_infinity.errors import CheckpointError
 from moe_infinity.gguf.file import WITH_CONFIG, GgufModel
-from moe_infinity.gguf.rope import proportional_rope, rope_parameters
+from moe_infinity.gguf.rope import proportional_rope, rope_parameters, two_ropes
 
 GROUPED = (160, 256)  # experts of a layer of DeepSeek-V2 and V3, which choose among groups first
 
 logger = logging.getLogger(__name__)
 
 
-def of_layers(gguf: GgufModel, key: str) -> list[Any]:
+def of_layers(gguf: GgufModel, key: str, types: tuple[type, ...] = (int, bool)) -> list[Any]:
     """The value of a key for each layer, of which a file may have one for all. Raises
     CheckpointError.
     """
     found = gguf.value(key)
     values = found if isinstance(found, list) else [found] * gguf.num_layers
-    if len(values) < gguf.num_layers or not all(type(value) in (int, bool) for value in values):
+    if len(values) < gguf.num_layers or not all(type(value) in types for value in values):
         raise CheckpointError(
             f"{gguf.files[0]}: {gguf.architecture}.{key} is not one value for each layer"
         )
@@ -201,24 +201,6 @@ def windows_by_period(gguf: GgufModel, period: int) -> dict[str, Any]:
     return {"layer_types": ["full_attention" if full else "sliding_attention" for full in is_full]}
 
 
-def two_ropes(gguf: GgufModel) -> dict[str, Any]:
-    """Return the positions of layers with a sliding window, and of those without."""
-    theta = gguf.value("rope.freq_base", 1e4)
-    head = gguf.value("attention.key_length")
-    rotated = gguf.value("rope.dimension_count", head)
-    rotated_swa = gguf.value("rope.dimension_count_swa", rotated)
-    if not all(type(each) is int and each > 0 for each in (head, rotated, rotated_swa)):
-        raise CheckpointError(f"{gguf.files[0]}: no size of a head of {gguf.architecture}")
-    plain = {"rope_type": "default", "rope_theta": gguf.value("rope.freq_base_swa", theta)}
-    return {
-        "rope_parameters": {
-            "full_attention": rope_parameters(gguf, theta, {})
-            | {"partial_rotary_factor": rotated / head},
-            "sliding_attention": plain | {"partial_rotary_factor": rotated_swa / head},
-        }
-    }
-
-
 def latent_attention(gguf: GgufModel) -> dict[str, Any]:
     """Return the sizes of DeepSeek's attention. Older files have those of its heads themselves,
     newer ones those of heads of the latent vectors, and of themselves under other keys.
@@ -389,6 +371,23 @@ def jamba(gguf: GgufModel) -> dict[str, Any]:
         period = numbers[1] - numbers[0] if len(numbers) > 1 else gguf.num_layers
         found |= {f"{name}_layer_offset": numbers[0], f"{name}_layer_period": period}
     return found
+
+
+def step35(gguf: GgufModel) -> dict[str, Any]:
+    """Return the heads of Step 3.5's layers, and the limits of their gates: 0 is none."""
+    heads = of_layers(gguf, "attention.head_count")
+
+    def limits(key: str) -> list[Any] | None:
+        return None if gguf.value(key) is None else of_layers(gguf, key, (float,))
+
+    return two_ropes(gguf, full_share=0.5) | windows(gguf) | dense_first(gguf) | {
+        "num_attention_heads": heads[0],
+        "num_key_value_heads": of_layers(gguf, "attention.head_count_kv")[0],
+        "per_layer_config": {str(n): {"num_attention_heads": h} for n, h in enumerate(heads)},
+        "pad_token_id": gguf.vocabulary.ids.get("pad", 0),  # its config must have one
+        "swiglu_limits": limits("swiglu_clamp_exp"),
+        "swiglu_limits_shared": limits("swiglu_clamp_shexp"),
+    }  # fmt: skip
 
 
 def qwen3_vl(gguf: GgufModel) -> dict[str, Any]:

@@ -184,6 +184,12 @@ MINIMAX_M3_FIELDS = LOCAL_EXPERTS | INDEX_FIELDS | DENSE_FIRST | {
     "expert_weights_scale": "routed_scaling_factor",
     "feed_forward_length": "dense_intermediate_size",
 }  # fmt: skip
+STEP35_FIELDS = WINDOW | QWEN_FIELDS | {
+    "attention.head_count": None, "attention.head_count_kv": None,
+    "expert_count": "n_routed_experts", "expert_shared_feed_forward_length": "share_expert_dim",
+    "expert_weights_norm": None, "expert_weights_scale": "moe_router_scaling_factor",
+    "leading_dense_block_count": "first_k_dense_replace",
+}  # fmt: skip
 METADATA: dict[str, Metadata] = {
     "afmoe": Metadata(
         "afmoe", "qwen3_moe", AFMOE_FIELDS, {"mup_enabled": True, "num_shared_experts": 0},
@@ -318,5 +324,9 @@ METADATA: dict[str, Metadata] = {
         "qwen4_exp_text", QWEN4_FIELDS,
         # The config's defaults are others than what llama.cpp computes.
         fixed={"indexer_kv_heads": 1, "output_gate_type": "sigmoid"}, derived=derived.qwen4,
+    ),
+    "step35": Metadata(
+        "step3p7", "qwen3_moe", STEP35_FIELDS, neutral=OF_SIGMOID,
+        whole="Step3p7ForConditionalGeneration", derived=derived.step35,
     ),
 }  # fmt: skip

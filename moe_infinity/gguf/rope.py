@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_infinity.errors import UnsupportedModelError
+from moe_infinity.errors import CheckpointError, UnsupportedModelError
 from moe_infinity.gguf.file import WITH_CONFIG, GgufModel
 
 YARN = {
@@ -21,15 +21,18 @@ FACTORS = "rope_freqs.weight"
 UNREACHED = 1e20
 
 
-def rope_parameters(gguf: GgufModel, theta: float, yarn: Mapping[str, Any]) -> dict[str, Any]:
-    """transformers' rope_parameters. `yarn`: what the metadata do not say of it. Raises
-    UnsupportedModelError for what they do not say either.
+def rope_parameters(
+    gguf: GgufModel, theta: float, yarn: Mapping[str, Any], num_rotated: int | None = None
+) -> dict[str, Any]:
+    """transformers' rope_parameters. `yarn`: what the metadata do not say of it. `num_rotated`:
+    columns of a head, where factors of more may be in the file. Raises UnsupportedModelError for
+    what they do not say either.
     """
     kind, factor = _kind_and_factor(gguf)
     plain = {"rope_type": "default", "rope_theta": theta}
     tensors = [name for name in gguf.tensors if "rope_" in name]
     if tensors == [FACTORS] and kind == "none":
-        scaled = _of_factors(_float32(gguf, FACTORS), theta)
+        scaled = _of_factors(_float32(gguf, FACTORS), theta, num_rotated)
         if scaled is not None:
             return plain | scaled
     if tensors:
@@ -48,6 +51,26 @@ def rope_parameters(gguf: GgufModel, theta: float, yarn: Mapping[str, Any]) -> d
     return plain | dict(yarn) | said | {
         "rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original,
     }  # fmt: skip
+
+
+def two_ropes(gguf: GgufModel, full_share: float = 1.0) -> dict[str, Any]:
+    """Return the positions of layers with a sliding window, and of those without, which rotate this
+    share of what the file says.
+    """
+    theta = gguf.value("rope.freq_base", 1e4)
+    head = gguf.value("attention.key_length")
+    rotated = gguf.value("rope.dimension_count", head)
+    rotated_swa = gguf.value("rope.dimension_count_swa", rotated)
+    if not all(type(each) is int and each > 0 for each in (head, rotated, rotated_swa)):
+        raise CheckpointError(f"{gguf.files[0]}: no size of a head of {gguf.architecture}")
+    plain = {"rope_type": "default", "rope_theta": gguf.value("rope.freq_base_swa", theta)}
+    return {
+        "rope_parameters": {
+            "full_attention": rope_parameters(gguf, theta, {}, int(rotated * full_share))
+            | {"partial_rotary_factor": rotated * full_share / head},
+            "sliding_attention": plain | {"partial_rotary_factor": rotated_swa / head},
+        }
+    }
 
 
 def proportional_rope(gguf: GgufModel) -> dict[str, Any]:
@@ -80,12 +103,18 @@ def _float32(gguf: GgufModel, name: str) -> NDArray[np.float32] | None:
     return np.fromfile(extent.file, np.float32, extent.num_bytes // 4, offset=extent.offset)
 
 
-def _of_factors(factors: NDArray[np.float32] | None, theta: float) -> dict[str, Any] | None:
+def _of_factors(
+    factors: NDArray[np.float32] | None, theta: float, num_rotated: int | None
+) -> dict[str, Any] | None:
     """Return what Llama 3 calls the scaling whose wavelengths are multiplied with these factors, {}
     if they change nothing. None if it is another.
     """
     if factors is None or not np.isfinite(factors).all() or factors.min() < 1:
         return None
+    num_pairs = len(factors) if num_rotated is None else num_rotated // 2
+    if num_pairs > len(factors) or (factors[num_pairs:] != 1).any():
+        return None
+    factors = factors[:num_pairs]
     if factors.max() == 1:
         return {}
     lengths = 2 * np.pi * theta ** (np.arange(len(factors)) / len(factors))
@@ -94,6 +123,12 @@ def _of_factors(factors: NDArray[np.float32] | None, theta: float) -> dict[str, 
     smooth = (inverse - 1 / factor) / (1 - 1 / factor)  # 1: as it was, 0: divided by the factor
     between = np.flatnonzero((smooth > 0.01) & (smooth < 0.99))
     low, high = LLAMA3.values()
+    if len(between) > 1:  # between the bounds it is linear in the inverse of the length
+        ends = between[[0, -1]]
+        _, start = np.polyfit(1 / lengths[ends], smooth[ends], 1)
+        if start >= 0:
+            return None
+        high = round(low - low / float(start), 3)
     if len(between):
         original = round(float(lengths[between[0]] * (low + (high - low) * smooth[between[0]])))
         expected = np.clip((original / lengths - low) / (high - low), 0, 1)

@@ -9,7 +9,8 @@ import torch
 
 from moe_infinity import MoE
 from moe_infinity.architectures.attention_search import LayerTrial
-from tests.gguf_files import WIDE, build
+from tests.gguf_files import build
+from tests.gguf_models import WIDE
 from tools.convert_to_gguf import convert
 
 

@@ -29,7 +29,8 @@ from tests.architectures.test_decoder_layers import (
     logits_of,
     saved,
 )
-from tests.gguf_files import WIDE, build
+from tests.gguf_files import build
+from tests.gguf_models import WIDE
 from tools.convert_to_gguf import convert
 
 pytestmark = [pytest.mark.arithmetic]

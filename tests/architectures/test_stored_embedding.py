@@ -17,7 +17,8 @@ from moe_infinity.architectures.stored_embedding import StoredEmbedding
 from moe_infinity.checkpoint import row_tables
 from moe_infinity.engine import device
 from moe_infinity.errors import CheckpointError
-from tests.gguf_files import WIDE, build
+from tests.gguf_files import build
+from tests.gguf_models import WIDE
 from tests.sweep.discover import architectures_in
 from tests.sweep.tiny import tiny_model
 from tools.convert_to_gguf import convert

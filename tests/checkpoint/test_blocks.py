@@ -20,7 +20,8 @@ from moe_infinity.checkpoint.layer_recipes import LayerRecipes
 from moe_infinity.experts import ExpertKey, ParamSpec
 from moe_infinity.system import linux
 from tests.closeness import logits_of_steps
-from tests.gguf_files import WIDE, build
+from tests.gguf_files import build
+from tests.gguf_models import WIDE
 from tests.on_demand import ON_DEMAND
 from tools.convert_to_gguf import convert
 

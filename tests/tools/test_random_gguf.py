@@ -19,7 +19,7 @@ from gguf import GGMLQuantizationType as Type
 from moe_infinity import MoE
 from moe_infinity.gguf.fields import METADATA
 from tests.closeness import distance
-from tests.gguf_files import COMMON, MODELS, WIDE
+from tests.gguf_models import COMMON, MODELS, WIDE
 from tools import make_random_gguf
 from tools.convert_to_gguf import ARCHITECTURES
 from tools.gguf_blocks import RandomBlocks
