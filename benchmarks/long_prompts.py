@@ -144,7 +144,7 @@ def measure_system(args: argparse.Namespace, num_prompt: int) -> dict[str, Any]:
     with memory_cgroup(parse_size(args.limit, whole_bytes=0)) as group:
         process = start(file, cell, group, args.python)
         peaks = watch(process, group)
-        result = result_of(process)
+        result = result_of(process, args.timeout)
         highest = first_of(group, "memory.peak", "memory.max_usage_in_bytes")
     return {
         "system": args.system, "prompt": num_prompt, **result,
@@ -168,6 +168,7 @@ def main() -> None:
     parser.add_argument("--users", type=int, default=0, help="whose answers are under way")
     parser.add_argument("--chunk", type=int, help="as --prefill-chunk of the server")
     parser.add_argument("--gap", type=float, default=5.0, help="as --max-gap of the server")
+    parser.add_argument("--timeout", type=float, help="seconds that a process may take")
     args = parser.parse_args()
     if args.system != "serve":
         for num_prompt in map(int, args.prompts.split(",")):
@@ -183,7 +184,7 @@ def main() -> None:
     with memory_cgroup(parse_size(args.limit, whole_bytes=0)) as group:
         process = start(__file__, cell, group)
         peaks = watch(process, group)
-        result = result_of(process)
+        result = result_of(process, args.timeout)
         highest = first_of(group, "memory.peak", "memory.max_usage_in_bytes")
     print(json.dumps({**cell, **result, "peak_bytes": highest, "held_bytes": peaks["held"]}))
 

@@ -160,7 +160,7 @@ def test_an_array_of_one_value_for_all_layers_is_that_value(small, tmp_path):
     }  # fmt: skip
     assert torch.equal(logits_of(rewrite(small, tmp_path / "m.gguf", keys)), logits_of(small))
     keys["qwen3moe.expert_used_count"] = [3, 2]
-    with pytest.raises(CheckpointError, match="expert_used_count"):
+    with pytest.raises(UnsupportedModelError, match="expert_used_count"):
         MoE(rewrite(small, tmp_path / "n.gguf", keys))
 
 

@@ -125,6 +125,9 @@ class BlockForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         x: Tensor = next(iter((*args, *kwargs.values())))  # [..., D]
         num_tokens = x.numel() // x.shape[-1]
+        # Between two layers of a prompt other passes may go through this block.
+        kept = self._calls, self._answers, self._respond, self._autocast
+        self._calls = []
         self._autocast = _autocast()
         try:
             self._respond = self._note
@@ -140,9 +143,7 @@ class BlockForward:
             self._respond = self._answer
             return self._stock(*args, **kwargs)
         finally:  # a prompt's rows take memory
-            self._calls = []
-            self._answers = iter(())
-            self._respond = self._refuse
+            self._calls, self._answers, self._respond, self._autocast = kept
 
     def _expert(self, expert_idx: int, *args: Any, **kwargs: Any) -> Tensor:
         """Run in place of an expert's forward."""

@@ -48,7 +48,7 @@ class ServedReplica:
         from moe_infinity.cluster.model import ClusterMoE
         from moe_infinity.server.app import create_app
         from moe_infinity.server.engine import Engine
-        from moe_infinity.server.passes import store_of
+        from moe_infinity.server.prefix_options import store_of
 
         config = ServeConfig(**server)
         self._moe = ClusterMoE(checkpoint, model)

@@ -278,13 +278,16 @@ class LocalExperts:
             return
         if self.recorder.keeps_tokens or len(self.tiers) > 1:
             return
-        ongoing = self._ongoing
+        with self.deciding:  # the preloader notes there what it does
+            ongoing = self._ongoing
         others, self._others = self._others, None
         block = nullcontext() if self._blocks is None else self._blocks.set_aside()
         with self.room.set_aside(self.recorder.step), self.bookkeeping.set_aside(), block:
             others()
         self._others = others
-        self._ongoing = ongoing
+        with self.deciding:
+            is_unfinished = ongoing.is_unfinished or self._ongoing.is_unfinished
+            self._ongoing = ongoing._replace(is_unfinished=is_unfinished)
 
     def synchronize(self) -> None:
         """Return at once: each layer is recorded before it is computed."""

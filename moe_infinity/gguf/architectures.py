@@ -53,7 +53,7 @@ ALWAYS_CHANGED = {".A_log": log_of_negative}
 # What the converter only renames, beside experts and latent attention.
 ONLY_NAMES = (
     "afmoe", "cohere2moe", "deepseek2", "deepseek32", "dots1", "ernie4_5-moe", "exaone-moe",
-    "glm-dsa", "glm4moe", "glm5-next", "gpt-oss", "hunyuan-moe", "hy_v3", "jamba", "kimi-linear",
+    "glm4moe", "glm5-next", "gpt-oss", "hunyuan-moe", "hy_v3", "jamba", "kimi-linear",
     "laguna", "lfm2moe", "llama4", "mellum", "mimo2", "minimax-m2", "mistral4", "olmoe", "phimoe",
     "qwen2moe", "qwen3moe", "qwen3vlmoe",
 )  # fmt: skip
@@ -61,6 +61,16 @@ KNOWN = dict.fromkeys(ONLY_NAMES, Architecture()) | {
     "deepseek4": Architecture(unused=("exp_probs_b_vl.bias",)),  # of images
     # Layers that use the keys of others: their own are in the file, but nothing uses them.
     "gemma4": Architecture(unused=("attn_k.weight", "attn_v.weight", "attn_k_norm.weight")),
+    # Layers that attend to the tokens that another layer chose.
+    "glm-dsa": Architecture(
+        unused=(
+            "indexer.attn_k.weight",
+            "indexer.attn_q_b.weight",
+            "indexer.k_norm.weight",
+            "indexer.k_norm.bias",
+            "indexer.proj.weight",
+        )
+    ),
     "granitehybrid": Architecture(moved=ROTARY_ORDER),
     "granitemoe": Architecture(moved=ROTARY_ORDER),
     "llama": Architecture(moved=ROTARY_ORDER),

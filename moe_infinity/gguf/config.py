@@ -12,7 +12,7 @@ import transformers
 from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
 
 from moe_infinity.checkpoint.config_limits import check_config
-from moe_infinity.errors import CheckpointError, UnsupportedModelError
+from moe_infinity.errors import CheckpointError, MoEInfinityError, UnsupportedModelError
 from moe_infinity.gguf.derived import one_of
 from moe_infinity.gguf.fields import METADATA, Metadata
 from moe_infinity.gguf.file import WITH_CONFIG, GgufModel
@@ -54,26 +54,14 @@ def config_of(gguf: GgufModel) -> Any:
             f"{where}: the metadata of a {gguf.architecture} model do not say all of its config; "
             f"those of {', '.join(METADATA)} do\n{WITH_CONFIG}"
         )
-    found = _mapped(gguf, known) | _from_tensors(gguf)
-    ids = gguf.vocabulary.ids
-    ends = gguf.vocabulary.ends()
-    found |= {
-        "bos_token_id": ids.get("bos"),
-        "eos_token_id": ends if len(ends) > 1 else next(iter(ends), None),
-        "pad_token_id": ids.get("pad"),
-    }
     try:
-        found |= known.derived(gguf)
-        heads = found["num_attention_heads"]
-        found.setdefault("num_key_value_heads", heads)
-        default = found["hidden_size"] // heads
-        found.setdefault("head_dim", gguf.value("attention.key_length", default))
+        found = _fields(gguf, known)
+    except MoEInfinityError:
+        raise
     except (ArithmeticError, LookupError, TypeError, ValueError) as error:
         raise CheckpointError(
             f"{where}: the metadata are of no {gguf.architecture} model: {error}"
         ) from error
-    if known.has_positions and "rope_parameters" not in found:
-        found["rope_parameters"] = _positions(gguf, known, found)
     check_config(where, found, trust_remote_code=False)
     model_type = found.pop("model_type", known.model_type)
     if known.whole is not None:
@@ -82,6 +70,26 @@ def config_of(gguf: GgufModel) -> Any:
         return transformers.AutoConfig.for_model(model_type, **found)
     except Exception as error:  # each config class checks in its own way
         raise UnsupportedModelError(f"{where}: no config can be made of it: {error}") from error
+
+
+def _fields(gguf: GgufModel, known: Metadata) -> dict[str, Any]:
+    """All fields of the config. Metadata that are of no model may raise anything."""
+    found = _mapped(gguf, known) | _from_tensors(gguf)
+    ids = gguf.vocabulary.ids
+    ends = gguf.vocabulary.ends()
+    found |= {
+        "bos_token_id": ids.get("bos"),
+        "eos_token_id": ends if len(ends) > 1 else next(iter(ends), None),
+        "pad_token_id": ids.get("pad"),
+    }
+    found |= known.derived(gguf)
+    heads = found["num_attention_heads"]
+    found.setdefault("num_key_value_heads", heads)
+    default = found["hidden_size"] // heads
+    found.setdefault("head_dim", gguf.value("attention.key_length", default))
+    if known.has_positions and "rope_parameters" not in found:
+        found["rope_parameters"] = _positions(gguf, known, found)
+    return found
 
 
 def _positions(gguf: GgufModel, known: Metadata, found: dict[str, Any]) -> dict[str, Any]:
@@ -112,6 +120,11 @@ def _mapped(gguf: GgufModel, known: Metadata) -> dict[str, Any]:
             continue
         is_size = type(value) is int and name not in NOT_SIZES
         least = 0 if name in MAY_BE_ZERO else 1
+        if isinstance(value, list) and all(type(each) in (int, float) for each in value):
+            raise UnsupportedModelError(
+                f"{gguf.files[0]}: {gguf.architecture}.{key} is {value!r:.40}: layers of a "
+                f"{known.model_type} model have the same\n{WITH_CONFIG}"
+            )
         if type(value) not in (int, float, bool) or (is_size and not least <= value <= largest):
             raise CheckpointError(f"{gguf.files[0]}: {gguf.architecture}.{key} is {value!r:.40}")
         found[name] = value

@@ -4,16 +4,14 @@ tensors decide.
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
-from moe_infinity.errors import CheckpointError
-from moe_infinity.gguf.file import WITH_CONFIG, GgufModel
+from moe_infinity.errors import CheckpointError, UnsupportedModelError
+from moe_infinity.gguf.file import GgufModel
 from moe_infinity.gguf.rope import proportional_rope, rope_parameters, two_ropes
 
-GROUPED = (160, 256)  # experts of a layer of DeepSeek-V2 and V3, which choose among groups first
-
-logger = logging.getLogger(__name__)
+THETA_SWA = 1e4  # of layers with a window, where llama.cpp has one that no key says
+BIASES = ("attn_q.bias", "attn_qkv.bias")
 
 
 def of_layers(gguf: GgufModel, key: str, types: tuple[type, ...] = (int, bool)) -> list[Any]:
@@ -114,7 +112,7 @@ def gemma4(gguf: GgufModel) -> dict[str, Any]:
             "full_attention": proportional_rope(gguf),
             "sliding_attention": {
                 "rope_type": "default",
-                "rope_theta": gguf.value("rope.freq_base_swa", gguf.value("rope.freq_base", 1e4)),
+                "rope_theta": gguf.value("rope.freq_base_swa", THETA_SWA),
             },
         },
     }
@@ -161,9 +159,9 @@ def granite_hybrid(gguf: GgufModel) -> dict[str, Any]:
     }
 
 
-def has_tensor(gguf: GgufModel, end: str) -> bool:
-    """Return True if the name of any tensor ends so."""
-    return any(name.endswith(end) for name in gguf.tensors)
+def has_tensor(gguf: GgufModel, *ends: str) -> bool:
+    """Return True if the name of any tensor has one of these ends."""
+    return any(name.endswith(ends) for name in gguf.tensors)
 
 
 def by_tensors(gguf: GgufModel, end: str, kinds: tuple[str, str]) -> list[str]:
@@ -173,7 +171,7 @@ def by_tensors(gguf: GgufModel, end: str, kinds: tuple[str, str]) -> list[str]:
 
 def attention_bias(gguf: GgufModel) -> dict[str, Any]:
     """Return whether queries, keys and values have a bias."""
-    return {"attention_bias": has_tensor(gguf, "attn_q.bias")}
+    return {"attention_bias": has_tensor(gguf, *BIASES)}
 
 
 def dense_first(gguf: GgufModel) -> dict[str, Any]:
@@ -201,63 +199,6 @@ def windows_by_period(gguf: GgufModel, period: int) -> dict[str, Any]:
     return {"layer_types": ["full_attention" if full else "sliding_attention" for full in is_full]}
 
 
-def latent_attention(gguf: GgufModel) -> dict[str, Any]:
-    """Return the sizes of DeepSeek's attention. Older files have those of its heads themselves,
-    newer ones those of heads of the latent vectors, and of themselves under other keys.
-    """
-    key = gguf.value("attention.key_length_mla", gguf.value("attention.key_length"))
-    value = gguf.value("attention.value_length_mla", gguf.value("attention.value_length"))
-    rotated = gguf.value("rope.dimension_count")
-    if not all(type(size) is int for size in (key, value, rotated)) or not 0 <= rotated < key:
-        raise CheckpointError(f"{gguf.files[0]}: no sizes of {gguf.architecture}'s attention")
-    yarn = {"beta_fast": 32.0, "beta_slow": 1.0}
-    if scale := gguf.value("rope.scaling.yarn_log_multiplier"):
-        yarn |= dict.fromkeys(("mscale", "mscale_all_dim"), round(scale * 10, 6))
-    return {
-        "qk_nope_head_dim": key - rotated, "qk_rope_head_dim": rotated, "v_head_dim": value,
-        "head_dim": rotated,
-        "rope_parameters": rope_parameters(gguf, gguf.value("rope.freq_base", 1e4), yarn),
-    }  # fmt: skip
-
-
-def deepseek2(gguf: GgufModel) -> dict[str, Any]:
-    """Return the fields of DeepSeek-V2, or those of V3 if scores are corrected by a bias. GLM's
-    files with this name compute as V3 does.
-    """
-    is_v3 = has_tensor(gguf, "exp_probs_b.bias") or gguf.value("expert_gating_func") == 2
-    has_groups = gguf.value("expert_group_count", 1) > 1
-    if gguf.value("expert_count") in GROUPED and gguf.value("expert_group_count") is None:
-        logger.warning("%s: no deepseek2.expert_group_count, so experts of all groups are compared "
-                       "for a token, as in llama.cpp\n%s", gguf.files[0], WITH_CONFIG)  # fmt: skip
-    return latent_attention(gguf) | {
-        "model_type": "deepseek_v3" if is_v3 else "deepseek_v2",
-        "topk_method": "group_limited_greedy" if has_groups else "greedy",
-    }
-
-
-def mistral4(gguf: GgufModel) -> dict[str, Any]:
-    """Return the sizes of Mistral 4's attention. No key says by how much queries behind the context
-    of training grow, so it is what the class in transformers has.
-    """
-    found = latent_attention(gguf)
-    rotated = found["qk_rope_head_dim"]
-    head = rotated + found["qk_nope_head_dim"]
-    found["rope_parameters"] |= {
-        "partial_rotary_factor": rotated / head, "llama_4_scaling_beta": 0.1,
-    }  # fmt: skip
-    return found | {"head_dim": head}
-
-
-def indexed_attention(gguf: GgufModel) -> dict[str, Any]:
-    """Return the fields of latent attention to the tokens that an index chooses."""
-    found = latent_attention(gguf) | dense_first(gguf)
-    if gguf.value("attention.indexer.types") is not None:
-        kinds = {True: "full", False: "shared"}
-        types = of_layers(gguf, "attention.indexer.types")
-        found["indexer_types"] = [kinds[bool(each)] for each in types]
-    return found
-
-
 def llama4(gguf: GgufModel) -> dict[str, Any]:
     """Return what llama.cpp knows of the two models: the larger one does not norm its queries."""
     return attention_bias(gguf) | {"use_qk_norm": gguf.value("expert_count") != 128}
@@ -271,16 +212,9 @@ def glm4(gguf: GgufModel) -> dict[str, Any]:
 def ernie(gguf: GgufModel) -> dict[str, Any]:
     """Return whether ERNIE has biases, and that the last layer has experts."""
     return {
-        "use_bias": has_tensor(gguf, "attn_q.bias"),
+        "use_bias": has_tensor(gguf, *BIASES),
         "moe_layer_end_index": gguf.num_layers - 1,
     }
-
-
-def kimi_linear(gguf: GgufModel) -> dict[str, Any]:
-    """Return which layers of Kimi Linear have attention, and its sizes."""
-    heads = gguf.value("attention.head_count")
-    found = by_keys(gguf, "linear_attention") | latent_attention(gguf) | dense_first(gguf)
-    return found | {"linear_num_heads": heads, "num_key_value_heads": heads}
 
 
 def mimo2(gguf: GgufModel) -> dict[str, Any]:
@@ -288,8 +222,14 @@ def mimo2(gguf: GgufModel) -> dict[str, Any]:
     heads = of_layers(gguf, "attention.head_count_kv")
     kinds = windows(gguf)["layer_types"]
     full = kinds.index("full_attention") if "full_attention" in kinds else 0
+    wanted = [heads[full] * (1 + (kind == "sliding_attention")) for kind in kinds]
+    if heads != wanted and "full_attention" in kinds:
+        raise UnsupportedModelError(
+            f"{gguf.files[0]}: mimo2.attention.head_count_kv is {heads!r:.80}; the class in "
+            "transformers has twice as many heads in layers with a window"
+        )
     found = {"layer_types": kinds, "num_key_value_heads": heads[full]}
-    return two_ropes(gguf) | dense_first(gguf) | found
+    return two_ropes(gguf, theta_swa=THETA_SWA) | dense_first(gguf) | found
 
 
 def exaone(gguf: GgufModel) -> dict[str, Any]:
@@ -328,18 +268,6 @@ def laguna(gguf: GgufModel) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def glm5_next(gguf: GgufModel) -> dict[str, Any]:
-    """Return which layers of GLM-5-Next have attention, and its sizes. Nothing is rotated."""
-    heads = gguf.value("attention.head_count")
-    found = indexed_attention(gguf) | by_keys(gguf, "linear_attention")
-    del found["rope_parameters"]
-    return found | {
-        "index_kpool_always_select_tail": gguf.value("attention.indexer.kpool_select_tail", True),
-        "linear_lower_bound": gguf.value("kda.gate_lower_bound"),
-        "linear_num_heads": heads, "num_key_value_heads": heads,
-    }  # fmt: skip
-
-
 def granite(gguf: GgufModel) -> dict[str, Any]:
     """Return the class of Granite's models that have a shared expert."""
     width = gguf.value("expert_shared_feed_forward_length")
@@ -361,13 +289,14 @@ def minimax_m3(gguf: GgufModel) -> dict[str, Any]:
 
 def jamba(gguf: GgufModel) -> dict[str, Any]:
     """Return every how many layers of Jamba have attention and experts."""
+    layers = range(gguf.num_layers)
     found: dict[str, Any] = {
         "num_key_value_heads": max(of_layers(gguf, "attention.head_count_kv")),
         "mamba_expand": gguf.value("ssm.inner_size") // gguf.value("embedding_length"),
     }
-    for name, end in (("attn", "attn_q.weight"), ("expert", "ffn_gate_inp.weight")):
-        names = [f"blk.{number}.{end}" for number in range(gguf.num_layers)]
-        numbers = [number for number, name in enumerate(names) if name in gguf.tensors] or [0]
+    for name, ends in (("attn", ("attn_q.", "attn_qkv.")), ("expert", ("ffn_gate_inp.",))):
+        tensors = {f"blk.{number}.{end}weight": number for number in layers for end in ends}
+        numbers = [number for tensor, number in tensors.items() if tensor in gguf.tensors] or [0]
         period = numbers[1] - numbers[0] if len(numbers) > 1 else gguf.num_layers
         found |= {f"{name}_layer_offset": numbers[0], f"{name}_layer_period": period}
     return found
@@ -377,16 +306,19 @@ def step35(gguf: GgufModel) -> dict[str, Any]:
     """Return the heads of Step 3.5's layers, and the limits of their gates: 0 is none."""
     heads = of_layers(gguf, "attention.head_count")
 
-    def limits(key: str) -> list[Any] | None:
-        return None if gguf.value(key) is None else of_layers(gguf, key, (float,))
+    def limits(*keys: str) -> list[Any] | None:
+        key = next((key for key in keys if gguf.value(key) is not None), None)
+        return None if key is None else of_layers(gguf, key, (float,))
 
-    return two_ropes(gguf, full_share=0.5) | windows(gguf) | dense_first(gguf) | {
+    ropes = two_ropes(gguf, full_share=0.5, theta_swa=THETA_SWA)
+    return ropes | windows(gguf) | dense_first(gguf) | {
         "num_attention_heads": heads[0],
         "num_key_value_heads": of_layers(gguf, "attention.head_count_kv")[0],
         "per_layer_config": {str(n): {"num_attention_heads": h} for n, h in enumerate(heads)},
         "pad_token_id": gguf.vocabulary.ids.get("pad", 0),  # its config must have one
-        "swiglu_limits": limits("swiglu_clamp_exp"),
-        "swiglu_limits_shared": limits("swiglu_clamp_shexp"),
+        # The second names are those of files from before llama.cpp knew the model.
+        "swiglu_limits": limits("swiglu_clamp_exp", "swiglu_limits"),
+        "swiglu_limits_shared": limits("swiglu_clamp_shexp", "swiglu_limits_shared"),
     }  # fmt: skip
 
 

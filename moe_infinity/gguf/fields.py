@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Any
 
-from moe_infinity.gguf import derived
+from moe_infinity.gguf import derived, latent
 from moe_infinity.gguf.file import GgufModel
 
 
@@ -203,11 +203,11 @@ METADATA: dict[str, Metadata] = {
     "deepseek2": Metadata(
         "deepseek_v3", "qwen3_moe", ROUTED_FIELDS | LATENT_FIELDS, ROUTED | {"q_lora_rank": None},
         neutral={"expert_gating_func": (2, 0, 1), "attention.temperature_scale": (0,)},
-        derived=derived.deepseek2,
+        derived=latent.deepseek2,
     ),
     "deepseek32": Metadata(
         "deepseek_v32", "qwen3_moe", ROUTED_FIELDS | LATENT_FIELDS | INDEX_FIELDS, ROUTED,
-        neutral=OF_SIGMOID, derived=derived.indexed_attention,
+        neutral=OF_SIGMOID, derived=latent.indexed_attention,
     ),
     "deepseek4": Metadata(
         "deepseek_v4", "qwen3_moe", DEEPSEEK4_FIELDS,
@@ -231,7 +231,7 @@ METADATA: dict[str, Metadata] = {
     ),
     "glm-dsa": Metadata(
         "glm_moe_dsa", "qwen3_moe", ROUTED_FIELDS | LATENT_FIELDS | INDEX_FIELDS, ROUTED,
-        neutral=OF_SIGMOID, derived=derived.indexed_attention,
+        neutral=OF_SIGMOID, derived=latent.glm_dsa,
     ),
     "glm4moe": Metadata(
         "glm4_moe", "qwen3_moe", ROUTED_FIELDS, ROUTED, has_partial_rotary=True,
@@ -240,7 +240,7 @@ METADATA: dict[str, Metadata] = {
     "glm5-next": Metadata(
         "glm5_next", "qwen3_moe", GLM5_NEXT_FIELDS, ROUTED | {"swiglu_limit": inf},
         neutral=OF_SIGMOID,
-        has_positions=False, whole="Glm5NextForConditionalGeneration", derived=derived.glm5_next,
+        has_positions=False, whole="Glm5NextForConditionalGeneration", derived=latent.glm5_next,
     ),
     "gpt-oss": Metadata(
         "gpt_oss", "gpt_oss", WINDOW,
@@ -265,7 +265,7 @@ METADATA: dict[str, Metadata] = {
     ),
     "kimi-linear": Metadata(
         "kimi_linear", "qwen3_moe", KIMI_LINEAR_FIELDS, {"q_lora_rank": None},
-        neutral=OF_SIGMOID, derived=derived.kimi_linear,
+        neutral=OF_SIGMOID, derived=latent.kimi_linear,
     ),
     "laguna": Metadata(
         "laguna", "qwen3_moe", LAGUNA_FIELDS, neutral=OF_SIGMOID, derived=derived.laguna
@@ -298,7 +298,7 @@ METADATA: dict[str, Metadata] = {
     "mistral4": Metadata(
         "mistral4", "qwen3_moe", ROUTED_FIELDS | LATENT_FIELDS,
         ROUTED | {"q_lora_rank": None, "architectures": ["Mistral4ForCausalLM"]},
-        neutral={"attention.temperature_scale": (0,)}, derived=derived.mistral4,
+        neutral={"attention.temperature_scale": (0,)}, derived=latent.mistral4,
     ),
     "nemotron_h_moe": Metadata(
         "nemotron_h", "qwen3_moe", NEMOTRON_FIELDS, has_positions=False, neutral=OF_SIGMOID,

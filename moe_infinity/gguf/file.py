@@ -16,7 +16,9 @@ from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
+import numpy as np
 from gguf import GGMLQuantizationType
+from numpy.typing import NDArray
 
 from moe_infinity.checkpoint.file_names import split_files
 from moe_infinity.checkpoint.headers import STORED_DTYPES, Extent, StoredTensor
@@ -90,12 +92,26 @@ class GgufModel:
         CheckpointError if not all of them have tensors.
         """
         ahead = self.value("nextn_predict_layers", 0)
-        num_layers: int = self.value("block_count", self.num_blocks + ahead) - ahead
+        num_blocks = self.value("block_count", self.num_blocks + ahead)
+        if not all(type(number) is int for number in (ahead, num_blocks)):
+            raise CheckpointError(f"{self.files[0]}: its metadata have no number of layers")
+        num_layers: int = num_blocks - ahead
+        # Some files of DeepSeek-V4 count layers ahead that they leave out of both numbers.
+        has_them = f"blk.{num_layers}.nextn.eh_proj.weight" in self.tensors
+        if self.architecture == "deepseek4" and num_blocks == self.num_blocks and not has_them:
+            return self.num_blocks
         if not 0 < num_layers <= self.num_blocks:
             raise CheckpointError(
                 f"{self.files[0]}: {self.num_blocks} of {num_layers} layers have tensors"
             )
         return num_layers
+
+    def numbers(self, name: str) -> NDArray[np.float32] | None:
+        """The numbers of a tensor in float32, one after another; None for another type."""
+        extent = self.tensors[name].extent
+        if self.tensors[name].stored_dtype != "F32":
+            return None
+        return np.fromfile(extent.file, np.float32, extent.num_bytes // 4, offset=extent.offset)
 
     @cached_property
     def vocabulary(self) -> Vocabulary:
@@ -156,7 +172,7 @@ def _require_model(path: Path, metadata: dict[str, Any]) -> None:
     architecture = metadata.get("general.architecture")
     if architecture == "clip":
         what = "mmproj"
-    if what in NO_MODELS:
+    if isinstance(what, str) and what in NO_MODELS:
         raise UnsupportedModelError(f"{path}: is {NO_MODELS[what]}, not a model")
     if not isinstance(architecture, str) or not architecture:
         raise CheckpointError(f"{path}: its metadata name no general.architecture")

@@ -7,7 +7,7 @@ samples. A file that has these keys therefore does, as in llama.cpp, unless its 
 
 from __future__ import annotations
 
-from math import inf, isfinite
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from moe_infinity.gguf.file import GgufModel
 from moe_infinity.gguf.vocabulary import logger, number_of
 
 SAMPLING = "general.sampling."
+LARGEST = float(np.finfo(np.float32).max)
 FIELDS = {  # by their keys: what transformers calls them, and the least and largest value
     "temp": ("temperature", -inf, inf), "penalty_repeat": ("repetition_penalty", 1e-6, inf),
     "top_k": ("top_k", -inf, inf), "top_p": ("top_p", 0.0, 1.0), "min_p": ("min_p", 0.0, 1.0),
@@ -48,7 +49,7 @@ def _sampling(gguf: GgufModel) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, (name, least, most) in FIELDS.items():
         value = number_of(said.get(SAMPLING + key))
-        if value is not None and isfinite(value) and least <= value <= most:
+        if value is not None and abs(value) <= LARGEST and least <= value <= most:
             found[name] = float(str(np.float32(value)))  # 0.7, not 0.699999988
         elif SAMPLING + key in said:
             _warn(gguf, SAMPLING + key)

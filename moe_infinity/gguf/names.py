@@ -227,7 +227,10 @@ class Names:
         if fused is None:
             return None
         start = param.removesuffix(f"{name}.{suffix}")
-        sizes = [len(self._params[f"{start}{each}.{suffix}"]) for each in FUSED_QKV]
+        names = [f"{start}{each}.{suffix}" for each in FUSED_QKV]
+        if not all(each in self._params for each in names):
+            return None
+        sizes = [len(self._params[each]) for each in names]
         if sum(sizes) != fused.shape[0]:
             raise CheckpointError(
                 f"{self._file.files[0]}: {fused.name} has {fused.shape[0]} rows, not {sum(sizes)}"
@@ -300,15 +303,33 @@ class Names:
         ahead = 0
         for name in sorted(self._unused):
             block = re.match(r"blk\.(\d+)\.", name)
-            is_later = block is not None and int(block[1]) >= self._num_layers
-            ahead += is_later
+            if block is not None and int(block[1]) >= self._num_layers:
+                ahead += 1
+                continue
+            # The config says how positions are scaled.
             is_known = name.endswith(self._architecture.unused) or "rope_" in name
-            if not is_later and not is_known:  # the config says how positions are scaled
+            if not (is_known or self._changes_nothing(name)):
                 raise CheckpointError(
                     f"{self._file.files[0]}: tensor {name} is no parameter of this model"
                 )
         if ahead:
             logger.info("%d tensors of layers that predict further ahead are not used", ahead)
+
+    def _changes_nothing(self, name: str) -> bool:
+        """Return True for what belongs to a weight in NVFP4 and leaves it as it is: the scale of
+        what it is multiplied with, which is not quantized here, and scales of 1. Raises
+        UnsupportedModelError for other scales.
+        """
+        if name.endswith(".input_scale") or not name.endswith(".scale"):
+            return name.endswith(".input_scale")
+        scales = self._file.numbers(name)
+        if scales is None or (scales != 1).any():
+            raise UnsupportedModelError(
+                f"{self._file.files[0]}: {name} scales its weight, as in files in NVFP4 that were "
+                "made of ModelOpt's or compressed-tensors' checkpoints; these are not read\n"
+                "hint: the checkpoint itself is, or a file of another type"
+            )
+        return True
 
 
 def _both(

@@ -32,7 +32,7 @@ def rope_parameters(
     plain = {"rope_type": "default", "rope_theta": theta}
     tensors = [name for name in gguf.tensors if "rope_" in name]
     if tensors == [FACTORS] and kind == "none":
-        scaled = _of_factors(_float32(gguf, FACTORS), theta, num_rotated)
+        scaled = _of_factors(gguf.numbers(FACTORS), theta, num_rotated)
         if scaled is not None:
             return plain | scaled
     if tensors:
@@ -53,17 +53,21 @@ def rope_parameters(
     }  # fmt: skip
 
 
-def two_ropes(gguf: GgufModel, full_share: float = 1.0) -> dict[str, Any]:
+def two_ropes(
+    gguf: GgufModel, *, full_share: float = 1.0, theta_swa: float | None = None
+) -> dict[str, Any]:
     """Return the positions of layers with a sliding window, and of those without, which rotate this
-    share of what the file says.
+    share of what the file says. `theta_swa`: with a window, where the file does not say it; None:
+    as without.
     """
     theta = gguf.value("rope.freq_base", 1e4)
+    theta_swa = theta if theta_swa is None else theta_swa
     head = gguf.value("attention.key_length")
     rotated = gguf.value("rope.dimension_count", head)
     rotated_swa = gguf.value("rope.dimension_count_swa", rotated)
     if not all(type(each) is int and each > 0 for each in (head, rotated, rotated_swa)):
         raise CheckpointError(f"{gguf.files[0]}: no size of a head of {gguf.architecture}")
-    plain = {"rope_type": "default", "rope_theta": gguf.value("rope.freq_base_swa", theta)}
+    plain = {"rope_type": "default", "rope_theta": gguf.value("rope.freq_base_swa", theta_swa)}
     return {
         "rope_parameters": {
             "full_attention": rope_parameters(gguf, theta, {}, int(rotated * full_share))
@@ -77,7 +81,7 @@ def proportional_rope(gguf: GgufModel) -> dict[str, Any]:
     """rope_parameters of Gemma 4's layers without a window. Its converter gives pairs of columns
     that are not rotated a factor that no position reaches. Raises UnsupportedModelError.
     """
-    factors = _float32(gguf, FACTORS) if FACTORS in gguf.tensors else np.ones(1, np.float32)
+    factors = gguf.numbers(FACTORS) if FACTORS in gguf.tensors else np.ones(1, np.float32)
     num_rotated = 0 if factors is None else int((factors == 1).sum())
     if factors is None or num_rotated == 0 or (factors[num_rotated:] < UNREACHED).any():
         raise UnsupportedModelError(
@@ -96,20 +100,14 @@ def _kind_and_factor(gguf: GgufModel) -> tuple[str, float]:
     return ("none" if kind == "linear" and factor == 1 else kind), factor
 
 
-def _float32(gguf: GgufModel, name: str) -> NDArray[np.float32] | None:
-    extent = gguf.tensors[name].extent
-    if gguf.tensors[name].stored_dtype != "F32":
-        return None
-    return np.fromfile(extent.file, np.float32, extent.num_bytes // 4, offset=extent.offset)
-
-
 def _of_factors(
     factors: NDArray[np.float32] | None, theta: float, num_rotated: int | None
 ) -> dict[str, Any] | None:
     """Return what Llama 3 calls the scaling whose wavelengths are multiplied with these factors, {}
     if they change nothing. None if it is another.
     """
-    if factors is None or not np.isfinite(factors).all() or factors.min() < 1:
+    is_known = factors is not None and np.isfinite(factors).all() and factors.min() >= 1
+    if factors is None or not is_known or not theta > 0:
         return None
     num_pairs = len(factors) if num_rotated is None else num_rotated // 2
     if num_pairs > len(factors) or (factors[num_pairs:] != 1).any():

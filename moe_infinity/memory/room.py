@@ -114,6 +114,7 @@ class Room:
         self._blocks = blocks
         if blocks is not None:
             blocks.make_room = self.make_for_whole
+        self.keeps_windows = False  # a pass over a prompt keeps what windows pass over, too
         self._num_unseen = 0  # decode steps since the last look
         self._set_aside_bytes = 0  # that a pass under way takes again
         self._first_pass_bytes = min(FIRST_PASS_BYTES, memory.num_bytes // 16)
@@ -124,13 +125,14 @@ class Room:
 
     @contextmanager
     def set_aside(self, step: Step) -> Iterator[None]:
-        """Inside, other steps may run between two layers of this one. What its layers free is
-        theirs again afterwards: no slot comes back there.
+        """Inside, other steps may run between two layers of this one. What a layer frees is the
+        next one's afterwards: no slot comes back there. What stays between layers is taken already.
         """
         before = self._set_aside_bytes
         if self.needs is not None:
-            size = None if self._blocks is None else self._blocks.size
-            self._set_aside_bytes += self.needs.of_pass(step.num_tokens, step.context, size)
+            size = (None if self._blocks is None else self._blocks.size) or step.num_tokens
+            at_once = min(step.num_tokens, size)
+            self._set_aside_bytes += self.needs.of_pass(at_once, step.context)
         try:
             yield
         finally:
@@ -157,6 +159,7 @@ class Room:
             size = self._choose_block(step)
             slots_return = size is not None  # blocks need those of a layer together
             needs = self.needs.of_pass(num_tokens, step.context, size) + self._first_pass_bytes
+            needs += self._keys_of_pass(num_tokens)
             if step.counted_T is not None:  # a mask of all pairs says what is padding
                 needs += num_tokens * step.context * MASK_BYTES
             self._first_pass_bytes = 0
@@ -170,14 +173,20 @@ class Room:
                 return
             num_tokens *= DECODE_STEPS
             needs = self.needs.of_decode_step(num_tokens, max(step.context, num_tokens))
-            needs += self.needs.kv.of(num_copied)
-        needs += self.needs.kv.of(num_tokens)
+            needs += self.needs.kv.of(num_copied) + self.needs.kv.of(num_tokens)
         if self._tier.table.num_withdrawn:
             self._trim_for(math.inf)
         spare = self.keep_free(needs)
         if self._tier.table.num_withdrawn and slots_return:
             kept_free = int(self.memory.num_bytes * SPARE_SHARE)
             self._tier.table.restore(max(spare - kept_free, 0) // self._tier.slots.slot_bytes)
+
+    def _keys_of_pass(self, num_tokens: int) -> int:
+        """The bytes of the keys and values of so many tokens of a prompt."""
+        assert self.needs is not None
+        kv = self.needs.kv
+        passed = max(num_tokens - kv.window, 0) if self.keeps_windows else 0
+        return kv.of(num_tokens) + passed * kv.per_window_token
 
     def _choose_block(self, step: Step) -> int | None:
         """Choose how many tokens of a prompt layers take at once; None: all."""
@@ -186,7 +195,7 @@ class Room:
         self._blocks.size = None
         is_of_one = len(np.unique(step.sequence_of_token_T)) == 1
         if is_of_one and self.takes_blocks(step.num_tokens):
-            left = self.left() - self.needs.kv.of(step.num_tokens)
+            left = self.left() - self._keys_of_pass(step.num_tokens)
             plan = self._plan(step.num_tokens, step.context, left, may_cut=True)
             self._blocks.size = min(BLOCK_SIZES) if plan is None else plan.block
         return self._blocks.size
@@ -273,7 +282,7 @@ class Room:
         """
         if self.needs is None:
             return min(num_new, most)
-        kept = self.needs.kv.of(num_new)
+        kept = self._keys_of_pass(num_new)
         kept += 0 if is_alone else int(self.memory.num_bytes * SPARE_SHARE)
         self._trim_for(self.needs.of_pass(min(num_new, most), context) + kept)
         left = self.left() - kept

@@ -33,7 +33,7 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
 from moe_infinity.experts import Ints
-from moe_infinity.prefixes.cache_bytes import Block, CacheBytes
+from moe_infinity.prefixes.cache_bytes import MOST_AT_ONCE, Block, CacheBytes
 from moe_infinity.prefixes.prefix_tree import (
     BLOCK,
     Branch,
@@ -208,9 +208,11 @@ class PrefixCache:
         behind = end - branch.num_tokens
         if behind < BLOCK or not self._bytes.has_tokens(cache, behind):
             return
-        blocks = self._bytes.blocks(
-            cache, row, behind=behind, size=BLOCK, num_blocks=behind // BLOCK
-        )
+        num_blocks = behind // BLOCK
+        num_bytes = num_blocks * BLOCK * self._bytes.token_bytes
+        copied = min(num_bytes, MOST_AT_ONCE)  # beside the blocks that stay
+        self._make_room(min(num_bytes, self.num_bytes - self.used_bytes) + copied)
+        blocks = self._bytes.blocks(cache, row, behind=behind, size=BLOCK, num_blocks=num_blocks)
         for block in blocks:
             start = branch.num_tokens
             experts = branch.take_experts(BLOCK)

@@ -119,7 +119,8 @@ class DecodeBatch:
     @property
     def num_bytes(self) -> int:
         """Memory of the caches."""
-        return 0 if self.cache is None else bytes_of(self.cache)
+        cache = self.cache  # the engine's thread may drop it meanwhile
+        return 0 if cache is None else bytes_of(cache)
 
 
 def bytes_of(cache: DynamicCache) -> int:
@@ -171,6 +172,7 @@ def _width(layer: Any, total: int) -> int:
 
 
 def _join_layer(layer: Any, other: Any, total: int) -> None:
+    vars(layer).pop(attention_inputs.BUFFERS, None)  # they hold what is replaced
     for states, more in zip(recurrent_states_of(layer), recurrent_states_of(other), strict=True):
         for idx, state in states.items():
             if state is not None:
@@ -183,6 +185,7 @@ def _join_layer(layer: Any, other: Any, total: int) -> None:
 
 
 def _keep_rows(layer: Any, rows_B: Tensor, total: int) -> None:
+    vars(layer).pop(attention_inputs.BUFFERS, None)
     width = _width(layer, total)
     for name in growing_names_of(layer):
         x_BHTD = getattr(layer, name)

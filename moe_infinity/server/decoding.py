@@ -25,10 +25,12 @@ class Group:
     key: Hashable
     batch: DecodeBatch = field(default_factory=DecodeBatch)
     sequences: list[Running] = field(default_factory=list)
+    error: Exception | None = None  # if the batch is lost: its sequences fail in the next step
 
     def keep(self, sequences: Sequence[Running]) -> None:
         """Drop the rows of all others."""
-        self.batch.keep([self.sequences.index(sequence) for sequence in sequences])
+        if self.error is None:
+            self.batch.keep([self.sequences.index(sequence) for sequence in sequences])
         self.sequences = list(sequences)
 
 
@@ -64,15 +66,19 @@ class Decoding:
         assert sequence.cache is not None
         group = self._group_for(sequence)
         length = len(sequence.ids) - 1
-        self._passes.room.make_for_keys(group.batch.num_to_join(length))
-        group.batch.join(sequence.cache, length)
+        try:
+            self._passes.room.make_for_keys(group.batch.num_to_join(length))
+            group.batch.join(sequence.cache, length)
+        except Exception as error:  # it may be joined in some layers
+            group.batch = DecodeBatch()
+            group.error = error
         group.sequences.append(sequence)
         sequence.cache = None
 
     def remove(self, sequence: Running, *, is_end: bool = False) -> None:
         """Free the memory of a sequence; with `is_end` the prefix cache may keep its answer."""
         group = next(group for group in self._groups if sequence in group.sequences)
-        if is_end:
+        if is_end and group.error is None:
             row = group.sequences.index(sequence)
             self._passes.keep_answer(sequence, group.batch, row, is_end=True)
         group.keep([other for other in group.sequences if other is not sequence])
@@ -115,7 +121,7 @@ class Decoding:
 
     def _regroup(self) -> None:
         """Move sequences that have grown out of their group."""
-        for group in list(self._groups):
+        for group in [each for each in self._groups if each.error is None]:
             keys = {self._key_of(sequence) for sequence in group.sequences}
             if len(keys) == 1 and all(other.key not in keys for other in self._groups):
                 group.key = keys.pop()
@@ -136,6 +142,9 @@ class Decoding:
         return self._groups[-1]
 
     def _compute(self, group: Group) -> list[Computed]:
+        if group.error is not None:
+            self._groups.remove(group)
+            return [(sequence, group.error) for sequence in group.sequences]
         try:
             logits_BV = self._passes.decode(group.sequences, group.batch)
         except Exception as error:
@@ -170,4 +179,5 @@ class Decoding:
     def check_invariants(self) -> None:
         """Assert that each sequence has a row."""
         for group in self._groups:
-            assert len(group.batch) == len(group.sequences) > 0, (group.batch, group.sequences)
+            num_rows = len(group.sequences) if group.error is not None else len(group.batch)
+            assert num_rows == len(group.sequences) > 0, (group.batch, group.sequences)

@@ -244,10 +244,14 @@ class Engine:
 
     def _prefill(self, sequence: Running) -> None:
         """Compute a chunk of a prompt. An error ends that sequence only."""
-        is_alone = len(self._prefilling) == 1 and not (self._decoding or self._waiting)
         before = sequence.num_prefilled
         try:
-            logits_V = self._prefilling.read(sequence, self._let_others_go_on, is_alone=is_alone)
+            logits_V = self._prefilling.read(
+                sequence,
+                self._let_others_go_on,
+                is_alone=len(self._prefilling) == 1 and not self._decoding,
+                is_awaited=len(self._waiting) > 0,
+            )
             self.counts.prompt_tokens += sequence.num_prefilled - before
             self.counts.cached_tokens += sequence.num_cached if before == 0 else 0
             is_read = sequence.is_prefilled

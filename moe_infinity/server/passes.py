@@ -23,8 +23,6 @@ from transformers.cache_utils import DynamicCache
 from moe_infinity.architectures.attention_inputs import cache_parameter
 from moe_infinity.errors import (
     CheckpointError,
-    ConfigError,
-    MoEInfinityError,
     UnsupportedModelError,
 )
 from moe_infinity.experts import Phase, Step
@@ -34,24 +32,20 @@ from moe_infinity.memory.room import LEAST_TOKENS
 from moe_infinity.model import MoE
 from moe_infinity.prefixes.cache_layers import (
     cut_windows,
-    has_recurrent_layers,
     has_tokens,
     keep_windows,
     layers_that_cannot_join,
 )
-from moe_infinity.prefixes.continuing import why_not, why_not_in_parts
+from moe_infinity.prefixes.continuing import why_not_in_parts
 from moe_infinity.prefixes.lengths import Lengths
-from moe_infinity.prefixes.prefix_cache import PREFIX_SHARE, PrefixCache
 from moe_infinity.prefixes.prefix_tree import Node
 from moe_infinity.prefixes.prompt_store import PromptStore
-from moe_infinity.prefixes.store_key import open_store
 from moe_infinity.server.batch import DecodeBatch
 from moe_infinity.server.config import ServeConfig
-from moe_infinity.server.generation import Generation
 from moe_infinity.server.image_passes import answer_positions, image_inputs, key_of
+from moe_infinity.server.prefix_options import prefixes_of
 from moe_infinity.server.sampling import ChosenToken, prompt_logprobs
 from moe_infinity.server.sequences import NoEmbeddings, QueueFull, Running
-from moe_infinity.sizes import parse_size
 
 logger = logging.getLogger(__name__)
 
@@ -84,6 +78,7 @@ class Passes:
         self.room = moe.engine.room
         self._num_layers = len(moe.engine.path.computers)
         self.prefixes = prefixes_of(moe, config, reason, store)
+        self.room.keeps_windows = self.prefixes.num_bytes > 0 and self.prefixes.needs_windows
 
     def _require_servable(self) -> None:
         model = self._moe.model
@@ -115,16 +110,21 @@ class Passes:
         return not others or self.room.has_room(num_new, at_once)
 
     def prefill(
-        self, sequence: Running, others: Callable[[], None], *, is_alone: bool = False
+        self,
+        sequence: Running,
+        others: Callable[[], None],
+        *,
+        is_alone: bool = False,
+        is_awaited: bool = False,
     ) -> Tensor:
         """Compute the next chunk of a prompt, or of all tokens of an answer that begins anew: [V]
-        float32 logits of its last token. `others` is called between layers; `is_alone`: there are
-        none yet.
+        float32 logits of its last token. `others` is called between layers; `is_alone`: none has a
+        seat yet; `is_awaited`: some wait for one.
         """
         prompt_ids = sequence.ids
         cache = sequence.cache or self._begin(sequence)
         start = sequence.num_prefilled
-        end = start + self._num_at_once(sequence, is_alone=is_alone)
+        end = start + self._num_at_once(sequence, is_alone, is_awaited)
         is_end = end == len(prompt_ids)
         can_stop = self._can_chunk and self.num_seats > 1 and self.lengths.is_usual(len(prompt_ids))
         if sequence.branch is not None and can_stop:
@@ -158,7 +158,7 @@ class Passes:
                 cut_windows(cache, is_last=sequence.is_prefilled)
         return logits_V
 
-    def _num_at_once(self, sequence: Running, *, is_alone: bool) -> int:
+    def _num_at_once(self, sequence: Running, is_alone: bool, is_awaited: bool) -> int:
         """Raises QueueFull if memory is short."""
         length = len(sequence.ids)
         num_left = length - sequence.num_prefilled
@@ -170,7 +170,7 @@ class Passes:
         if sequence.request.reads_all or (self.num_seats > 1 and self.room.has_all):
             most = USUAL_TOKENS
         elif self.num_seats > 1:
-            is_long = is_alone or self.room.takes_blocks(num_left)
+            is_long = (is_alone and not is_awaited) or self.room.takes_blocks(num_left)
             layer_s = PASS_S / self._num_layers if is_long else self._gap_share_s
             unknown = FIRST_PASS_TOKENS if is_long else USUAL_TOKENS
             in_time = int(layer_s / self._token_layer_s) if self._token_layer_s else unknown
@@ -328,52 +328,6 @@ class Passes:
             sequence_T=sequence_T,
             context=max(len(owner.ids) for owner in owners),
         )
-
-
-def store_of(moe: MoE, config: ServeConfig) -> PromptStore | None:
-    """The store that the options name; None if there is to be none, or none can be. The log says
-    why.
-    """
-    gives_exact_bits = config.max_batch == 1 and moe.config.is_exact
-    is_off = config.prefix_cache == "off" or (config.prefix_cache is None and gives_exact_bits)
-    if config.prompt_store == "off" or is_off:
-        return None
-    try:
-        return open_store(moe, config.prompt_store, config.prompt_store_size)
-    except (OSError, RuntimeError, MoEInfinityError) as error:
-        logger.warning("prompts are not kept on disk: %s", error)
-        return None
-
-
-def prefixes_of(
-    moe: MoE, config: ServeConfig, reason: str | None, store: PromptStore | None
-) -> PrefixCache:
-    """Return the cache of prefixes, with 0 bytes if none are kept. `reason`: why a prompt cannot be
-    computed in parts. `store`: where they are kept on disk, too. Raises ConfigError for a text that
-    is not a size, and for a size where a model's prefixes cannot be kept.
-    """
-    wanted = config.prefix_cache
-    gives_exact_bits = config.max_batch == 1 and moe.config.is_exact
-    if wanted == "off" or (wanted is None and gives_exact_bits):
-        return PrefixCache(0, store=store)
-    reason = reason or why_not(moe.model.config)
-    if reason is not None:
-        if wanted is not None:
-            raise ConfigError(f"prefixes of this model cannot be kept: {reason}")
-        logger.info("no prefixes are kept: %s", reason)
-        return PrefixCache(0, store=store)
-    free_bytes = max(moe.engine.room.left() + moe.engine.room.movable(), 0)
-    if wanted is None:
-        num_bytes = int(free_bytes * PREFIX_SHARE)
-    else:
-        num_bytes = parse_size(wanted, whole_bytes=free_bytes)
-    return PrefixCache(
-        num_bytes,
-        has_states=has_recurrent_layers(moe.model.config),
-        end_ids=Generation(moe.model).end_ids,
-        store=store,
-        make_room=moe.engine.room.keep_free,
-    )
 
 
 @contextmanager

@@ -26,6 +26,7 @@ class Reading:
     def __init__(self, passes: Passes, config: ServeConfig) -> None:
         self.under_way: list[Running] = []  # passes over their prompts, each inside the one before
         self._began = 0.0  # when the first of them began, by time.monotonic()
+        self._beside_s = 0.0  # that others took inside it
         self._share_s = config.gap_share_s
         self._passes = passes
         self._sequences: deque[Running] = deque()
@@ -52,24 +53,35 @@ class Reading:
 
     def next_beside(self) -> Running | None:
         """The same among those that one usual pass reads, inside the only pass under way; None if
-        there is none.
+        there is none, or others have had half of its time.
         """
-        if len(self.under_way) > 1:
+        if len(self.under_way) > 1 or self._beside_s > (time.monotonic() - self._began) / 2:
             return None
         short = [each for each in self if num_left_of(each) <= USUAL_TOKENS]
         short = [each for each in short if each not in self.under_way]
         return self._shares.next_of(short) if short else None
 
-    def read(self, sequence: Running, others: Callable[[], None], *, is_alone: bool) -> Tensor:
+    def read(
+        self,
+        sequence: Running,
+        others: Callable[[], None],
+        *,
+        is_alone: bool = False,
+        is_awaited: bool = False,
+    ) -> Tensor:
         """Take one pass over a prompt, see `Passes.prefill`."""
         before = sequence.num_prefilled
+        began = time.monotonic()
         if not self.under_way:
-            self._began = time.monotonic()
+            self._began = began
+            self._beside_s = 0.0
         self.under_way.append(sequence)
         try:
-            return self._passes.prefill(sequence, others, is_alone=is_alone)
+            return self._passes.prefill(sequence, others, is_alone=is_alone, is_awaited=is_awaited)
         finally:
             self.under_way.pop()
+            if self.under_way:
+                self._beside_s += time.monotonic() - began
             self._shares.note(sequence, sequence.num_prefilled - before)
 
     def is_time_for_others(self, ran_at: float) -> bool:

@@ -48,13 +48,18 @@ class Seating:
             with self._changed:  # not longer: requests come meanwhile
                 seated = (*self._prefilling, *self._decoding)
                 client = self._waiting.next_client(Counter(s.request.client for s in seated))
-            if client is None or not (self._free_seats or self._free_a_seat(client)):
+            if client is None:
+                return
+            yielding = None if self._free_seats else self._to_yield(client)
+            if not self._free_seats and yielding is None:
                 return
             with self._changed:
                 sequence = self._waiting.pop(client)
             if not self._passes.can_hold(sequence, seated, self._decoding.num_held):
                 self._put_back(sequence)
                 return
+            if yielding is not None:
+                self._let_yield(yielding)
             self._free_seats.give(sequence)
             sequence.began = min(sequence.began, time.monotonic())
             if sequence.is_set_aside:
@@ -63,20 +68,19 @@ class Seating:
             else:
                 self._prefilling.add(sequence)
 
-    def _free_a_seat(self, client: str) -> bool:
-        """Let a sequence of a client that has more than its share wait. False if there is none."""
+    def _to_yield(self, client: str) -> Running | None:
+        """A sequence of a client that has more than its share, if there is one."""
         seated = sorted((*self._decoding, *self._prefilling), key=lambda each: each.began)
-        seated = [each for each in seated if each not in self._prefilling.under_way]
-        sequence = to_yield(seated, client)
-        if sequence is None:
-            return False
+        return to_yield([s for s in seated if s not in self._prefilling.under_way], client)
+
+    def _let_yield(self, sequence: Running) -> None:
+        """Let it wait, and free its seat."""
         if sequence in self._decoding:
             self._decoding.set_aside(sequence)
             sequence.is_set_aside = True
         else:
             self._prefilling.remove(sequence)
         self._put_back(sequence)
-        return True
 
     def let_wait_for_room(self, sequence: Running) -> bool:
         """Let a sequence wait, without its cache, until others have left it memory. False if there
@@ -112,8 +116,8 @@ class Seating:
 
     def clear(self) -> list[Running]:
         """Remove all, whatever state they are in, and return them."""
-        everyone = self.everyone()
-        with self._changed:
+        with self._changed:  # once: who comes in between would be lost
+            everyone = self.everyone()
             self._waiting.clear()
         self._prefilling.clear()
         self._decoding.clear()

@@ -27,7 +27,7 @@ from moe_infinity.server.config import LOOPBACK, ServeConfig
 from moe_infinity.server.connections import BACKLOG, Connections, most_connections
 from moe_infinity.server.engine import Engine
 from moe_infinity.server.few_lines import log_few_lines
-from moe_infinity.server.passes import store_of
+from moe_infinity.server.prefix_options import store_of
 
 # The engine's thread runs Python between torch's calls. With Python's 5 ms the event loop waited
 # several times per request and answered /health late.

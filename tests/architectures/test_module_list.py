@@ -110,6 +110,24 @@ def test_the_answer_is_that_of_stock_and_nothing_is_kept(loop):
 
 
 @torch.no_grad()
+def test_another_pass_may_go_through_the_block_between_its_two_runs():
+    """Answers of other sequences go on between the layers of a long prompt."""
+    block, stock, layer = connected(plainly)
+    answer = layer.answer_calls
+    inside: list[Tensor] = []
+
+    def after_others(calls: Any, routing: Routing) -> None:
+        layer.answer_calls = answer
+        inside.append(block(X_TD[:3]))
+        answer(calls, routing)
+
+    layer.answer_calls = after_others
+    assert torch.equal(block(X_TD), stock(X_TD))
+    assert torch.equal(inside[0], stock(X_TD[:3]))
+    assert not block.forward._calls
+
+
+@torch.no_grad()
 def test_a_lone_token_without_an_expert_is_routed_nowhere():
     block, _, layer = connected(without_a_row)
     assert not block(X_TD[:1]).any()

@@ -93,6 +93,14 @@ def test_the_first_pass_leaves_something_behind():
     assert tier.table.num_slots == NUM_SLOTS - 2
 
 
+def test_a_pass_that_keeps_what_windows_pass_over_needs_memory_for_it():
+    room, _ = make_room(30 * MIB)
+    room.needs = replace(NEEDS, kv=KvBytes(per_token=0, per_window_token=MIB, window=4))
+    assert room.tokens_at_once(20, 20, 20) == 20
+    room.keeps_windows = True
+    assert room.tokens_at_once(20, 20, 20) < 20
+
+
 @on_linux
 def test_before_a_layer_there_is_room_for_what_its_tokens_need():
     room, tier = make_room(7 * MIB)

@@ -14,7 +14,7 @@ from moe_infinity.prefixes import prompt_store
 from moe_infinity.prefixes.kept import kept_prompt
 from moe_infinity.server.config import ServeConfig
 from moe_infinity.server.engine import Engine
-from moe_infinity.server.passes import store_of
+from moe_infinity.server.prefix_options import store_of
 from tests.prefixes.tiny_models import (
     KINDS,
     NUM_TRIED,

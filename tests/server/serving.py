@@ -16,7 +16,7 @@ from moe_infinity import MoE
 from moe_infinity.server.app import create_app
 from moe_infinity.server.config import ServeConfig
 from moe_infinity.server.engine import Engine
-from moe_infinity.server.passes import store_of
+from moe_infinity.server.prefix_options import store_of
 from moe_infinity.server.serve import Server, http_settings
 
 

@@ -21,7 +21,7 @@ from moe_infinity.prefixes.prompt_store import Damaged, PromptStore, Stored, con
 from moe_infinity.prefixes.store_key import key_of
 from moe_infinity.server.config import ServeConfig
 from moe_infinity.server.engine import Engine
-from moe_infinity.server.passes import store_of
+from moe_infinity.server.prefix_options import store_of
 from tests.conftest import save_tokenizer
 from tests.server.driving import Client, answered, assert_same_answer, cached
 from tests.server.harmed_files import HARM, a_folder, files_in

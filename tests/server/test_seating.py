@@ -83,17 +83,31 @@ def test_a_prompt_whose_embedding_is_begun_is_refused_without_room(few_slots, mo
     run_all(engine, short)
 
 
+def test_no_seat_is_taken_for_a_sequence_that_does_not_fit(moe, monkeypatch):
+    """An answer stood still, its seat empty, until others had ended."""
+    engine = make_engine(moe, max_batch=3, prefix_cache="off")
+    greedy = [Client(engine, SHORT, client="greedy") for _ in range(3)]
+    for _ in range(3):
+        engine.step()
+    assert engine.state()["decoding"] == 3
+    monkeypatch.setattr(engine._passes, "can_hold", lambda sequence, others, held: not others)
+    other = Client(engine, OTHER, client="other")
+    engine.step()
+    assert engine.state()["decoding"] == 3
+    run_all(engine, *greedy, other)
+
+
 def test_a_prompt_without_room_in_the_pass_of_another_is_read_after_it(moe, alone, monkeypatch):
     engine = make_engine(moe, max_batch=3, max_gap=0.0, prefix_cache="off")
     reading = engine._prefilling
     at_once = engine._passes._num_at_once
     refused: list[int] = []
 
-    def without_room_inside(sequence, *, is_alone):
+    def without_room_inside(sequence, *asked):
         if len(reading.under_way) > 1:
             refused.append(len(sequence.ids))
             raise QueueFull("there is no memory for this prompt: try again later")
-        return at_once(sequence, is_alone=is_alone)
+        return at_once(sequence, *asked)
 
     monkeypatch.setattr(engine._passes, "_num_at_once", without_room_inside)
     long, short = Client(engine, LONG), Client(engine, SHORT)
