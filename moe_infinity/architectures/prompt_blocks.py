@@ -80,6 +80,7 @@ class PromptBlocks:
     ) -> None:
         # Tokens of a block, at most, in the prompt that began last; None: it is not cut.
         self.size: int | None = None
+        self.most: int | None = None  # fewer, for as long as others wait for each block
         self.current: PromptBlock | None = None  # that a decoder layer computes
         self.is_trying = False  # experts give anything that depends on each token alone
         self._model = model
@@ -141,7 +142,7 @@ class PromptBlocks:
         if not given or not isinstance(given[0], Tensor) or given[0].dim() != 3:
             return stock(*given, **kwargs)
         hidden_states, *args = given
-        blocks = _blocks(hidden_states.shape[1], self.size)
+        blocks = _blocks(hidden_states.shape[1], self._size_now)
         if len(blocks) < 2:
             return stock(*given, **kwargs)
         cache_layer = _cache_layer(layer, kwargs)
@@ -172,6 +173,10 @@ class PromptBlocks:
         finally:
             self.current = None
         return out
+
+    @property
+    def _size_now(self) -> int | None:
+        return None if self.size is None else min(self.size, self.most or self.size)
 
     @property
     def _may_replace(self) -> bool:
@@ -209,7 +214,7 @@ class PromptBlocks:
         is_plain = isinstance(x, Tensor) and x.dim() == 3 and len(given) == 1 and not kwargs
         if x is None or not is_plain or len(x) > 1 or torch.is_grad_enabled():
             return stock(*given, **kwargs)
-        blocks = _blocks(x.shape[1], self.size)
+        blocks = _blocks(x.shape[1], self._size_now)
         if len(blocks) < 2:
             return stock(x)
         return torch.cat([stock(x[:, block.tokens]) for block in blocks], dim=1)

@@ -298,9 +298,22 @@ class Room:
                 least_read = num_passes * plan.num_read + plan.num_given
         return best
 
+    def limit_blocks(self, num_tokens: int | None) -> None:
+        """Let layers take no more tokens of a long prompt at once, but for few, because others wait
+        for each block; None: as many as are read fastest.
+        """
+        if self._blocks is not None:
+            self._blocks.most = None if num_tokens is None else max(num_tokens, min(BLOCK_SIZES))
+
+    @property
+    def _block_sizes(self) -> list[int]:
+        """Tokens of a block, best first."""
+        most = None if self._blocks is None else self._blocks.most
+        return list(dict.fromkeys(min(size, most or size) for size in BLOCK_SIZES))
+
     def takes_blocks(self, num_tokens: int) -> bool:
         """True if layers take a pass of so many tokens of a prompt in blocks."""
-        is_long = num_tokens > BLOCK_SIZES[0]
+        is_long = num_tokens > self._block_sizes[0]
         return is_long and self._blocks is not None and self._blocks.are_usable()
 
     def _plan(self, num_tokens: int, context: int, left: int, *, may_cut: bool) -> PassPlan | None:
@@ -309,12 +322,12 @@ class Room:
         reads some of them again for each block.
         """
         assert self.needs is not None
-        in_blocks = may_cut and num_tokens > BLOCK_SIZES[0]
+        in_blocks = may_cut and num_tokens > self._block_sizes[0]
         num_slots = self._tier.table.num_slots
         num_withdrawn = self._tier.table.num_withdrawn if in_blocks else 0
         per_layer = self._num_experts / self._num_layers
         plans = []
-        for block in [size for size in BLOCK_SIZES if size < num_tokens] if in_blocks else [None]:
+        for block in [s for s in self._block_sizes if s < num_tokens] if in_blocks else [None]:
             short = self.needs.of_pass(num_tokens, context, block) - left
             num_given = max(math.ceil(short / self._tier.slots.slot_bytes), 0)
             num_restored = min(max(-short // self._tier.slots.slot_bytes, 0), num_withdrawn)

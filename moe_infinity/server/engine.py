@@ -282,6 +282,8 @@ class Engine:
         if self._prefilling.is_time_for_others(self._decoding.ran_at):
             self._drop_ended()
             self._seating.admit()
+            if self._decoding:
+                self._passes.keep_blocks_short()
             self._decode()
             if (beside := self._prefilling.next_beside()) is not None:
                 self._prefill(beside)

@@ -122,6 +122,7 @@ class Passes:
         seat yet; `is_awaited`: some wait for one.
         """
         prompt_ids = sequence.ids
+        self.room.limit_blocks(None if is_alone else self._block_in_time)
         cache = sequence.cache or self._begin(sequence)
         start = sequence.num_prefilled
         end = start + self._num_at_once(sequence, is_alone, is_awaited)
@@ -157,6 +158,16 @@ class Passes:
             if self.prefixes.needs_windows:
                 cut_windows(cache, is_last=sequence.is_prefilled)
         return logits_V
+
+    @property
+    def _block_in_time(self) -> int | None:
+        """Tokens that a layer computes in the share of a gap; None while that is unknown."""
+        pace = self._token_layer_s
+        return int(self._gap_share_s / pace) if pace else None
+
+    def keep_blocks_short(self) -> None:
+        """Let those that decode not wait too long for the next blocks of the pass under way."""
+        self.room.limit_blocks(self._block_in_time)
 
     def _num_at_once(self, sequence: Running, is_alone: bool, is_awaited: bool) -> int:
         """Raises QueueFull if memory is short."""

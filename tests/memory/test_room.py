@@ -190,7 +190,7 @@ def test_slots_give_way_to_fewer_passes_only_where_that_reads_less():
 def blocks(monkeypatch):
     """Of 10 tokens, or another number, 2 MiB each. A layer has 8 experts."""
     monkeypatch.setattr(room_module, "BLOCK_SIZES", (10, 5, 20))
-    return SimpleNamespace(size=None, are_usable=lambda: True)
+    return SimpleNamespace(size=None, most=None, are_usable=lambda: True)
 
 
 def test_a_prompt_that_layers_take_in_blocks_is_one_pass(blocks):

@@ -7,8 +7,10 @@ from types import SimpleNamespace
 
 import numpy as np
 
+from moe_infinity.architectures import prompt_blocks
 from moe_infinity.errors import CheckpointError
 from moe_infinity.experts import Phase, Step
+from moe_infinity.memory import room as room_module
 from moe_infinity.server import batch as batch_module
 from moe_infinity.server import reading as reading_module
 from tests.server.driving import LONG, OTHER, SHORT, Client, leave, make_engine, run_all
@@ -139,3 +141,58 @@ def test_what_stays_between_blocks_is_not_kept_twice(few_slots, monkeypatch):
         kept = left - room.left()
     whole = room.needs.of_pass(num_tokens, num_tokens, 32)
     assert kept == room.needs.of_pass(32, num_tokens) < whole
+
+
+def sizes_of_blocks(monkeypatch) -> list[int]:
+    """A list that gets the tokens of each block of a long prompt that a layer computes."""
+    sizes: list[int] = []
+    inner = prompt_blocks._blocks
+
+    def watched(num_tokens, size):
+        found = inner(num_tokens, size)
+        if num_tokens == len(LONG):
+            sizes.append(found[0].stop)
+        return found
+
+    monkeypatch.setattr(prompt_blocks, "_blocks", watched)
+    return sizes
+
+
+def test_blocks_are_short_while_others_wait_for_them(few_slots, monkeypatch):
+    """4,096 tokens of a layer took 7 s, and a running answer waited for all of them."""
+    monkeypatch.setattr(room_module, "BLOCK_SIZES", (64, 16))
+    leave(few_slots, monkeypatch, 1 << 40)
+    sizes = sizes_of_blocks(monkeypatch)
+    engine = make_engine(few_slots, max_batch=3, max_gap=3.0, prefix_cache="off")
+    alone = Client(engine, LONG, max_new_tokens=1)
+    run_all(engine, alone)
+    assert {*sizes} == {45}, "in two blocks"
+    sizes.clear()
+    short = Client(engine, SHORT)
+    engine.step()
+    engine._passes._token_layer_s = 1 / 20  # 20 tokens in the second that is a third of a gap
+    run_all(engine, Client(engine, LONG, max_new_tokens=1), short)
+    assert {*sizes} == {18}, "in five"
+
+
+def test_blocks_become_shorter_when_others_come_in_the_pass(few_slots, monkeypatch):
+    monkeypatch.setattr(room_module, "BLOCK_SIZES", (64, 16))
+    leave(few_slots, monkeypatch, 1 << 40)
+    engine = make_engine(few_slots, max_batch=3, max_gap=0.0, prefix_cache="off")
+    engine._passes._gap_share_s = 1.0
+    engine._passes._token_layer_s = 1 / 20
+    sizes = sizes_of_blocks(monkeypatch)
+    admit = engine._seating.admit
+    came: list[Client] = []
+
+    def admit_one_more():
+        if engine._prefilling.under_way and not came:
+            came.append(Client(engine, SHORT))
+        admit()
+
+    monkeypatch.setattr(engine._seating, "admit", admit_one_more)
+    long = Client(engine, LONG, max_new_tokens=1)
+    engine.step()
+    run_all(engine, long, *came)
+    assert sizes[0] == 45
+    assert 18 in sizes
