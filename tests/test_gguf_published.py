@@ -12,14 +12,19 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from gguf import GGMLQuantizationType
 from gguf import GGUFValueType as T
 
 from moe_infinity import CheckpointError, MoE, UnsupportedModelError
+from moe_infinity.experts import ParamSpec
 from moe_infinity.gguf.config import config_of
 from moe_infinity.gguf.file import read_gguf
 from moe_infinity.gguf.generation import generation_of
+from moe_infinity.kernels.unpack import blocks_layout
 from tests.closeness import distance
 from tests.gguf_files import build, rewrite, stock_model
+from tests.gguf_models import WIDE
+from tests.kernels.stored_weights import ggml_blocks
 from tests.test_gguf_families import ids_of
 from tests.test_gguf_in_circulation import fused
 from tools.convert_to_gguf import ARCHITECTURES, convert
@@ -27,6 +32,7 @@ from tools.convert_to_gguf import ARCHITECTURES, convert
 pytestmark = pytest.mark.arithmetic
 
 TOLERANCE = 1e-5
+NVFP4 = GGMLQuantizationType.NVFP4
 
 
 def made(name: str, folder: Path, **changes: Any) -> tuple[Path, Path]:
@@ -117,24 +123,34 @@ def test_biases_are_seen_in_one_tensor_of_queries_keys_and_values(name, tmp_path
     assert torch.equal(logits_of(fused(file, tmp_path / "fused.gguf")), logits_of(file))
 
 
-def scales(file: Path, value: float) -> dict[str, Any]:
-    """Those that files in NVFP4 have beside each weight."""
-    found: dict[str, Any] = {}
+@pytest.mark.parametrize("name", ["qwen3_moe", "qwen3_5_moe_text"])
+@pytest.mark.parametrize("ending", [".scale", ".weight.scale"])
+def test_weights_in_nvfp4_have_a_scale_of_their_own(name, ending, tmp_path):
+    """In files made of ModelOpt's checkpoints; experts have one each, and rows may be moved."""
+    torch.manual_seed(0)
+    _, file = made(name, tmp_path / "model", **WIDE)
+    packed: dict[str, Any] = {}
+    unpacked: dict[str, Any] = {}
     for tensor in gguf.GGUFReader(file).tensors:
-        if tensor.name.startswith("blk.") and tensor.name.endswith(("_exps.weight", "_q.weight")):
-            count = 8 if "_exps" in tensor.name else 1
-            found[tensor.name.replace(".weight", ".scale")] = np.full(count, value, np.float32)
-            found[tensor.name.replace(".weight", ".input_scale")] = np.full(count, 3, np.float32)
-    return found
-
-
-def test_scales_of_weights_are_refused_unless_they_are_one(tmp_path):
-    _, file = made("qwen3_moe", tmp_path / "model")
-    plain = rewrite(file, tmp_path / "one.gguf", {}, **scales(file, 1.0))
-    assert torch.equal(logits_of(plain), logits_of(file))
-    scaled = rewrite(file, tmp_path / "two.gguf", {}, **scales(file, 2.0))
-    with pytest.raises(UnsupportedModelError, match=r"scales its weight(.|\n)*hint"):
-        MoE(scaled)
+        if not tensor.name.endswith(("_exps.weight", "attn_q.weight", "attn_gate.weight")):
+            continue
+        shape = tuple(tensor.data.shape)
+        blocks = ggml_blocks("nvfp4", int(np.prod(shape[:-1])), shape[-1])
+        blocks.view(-1, 36)[:, :4] = torch.randint(40, 60, (blocks.numel() // 36, 4)).byte()
+        count = shape[0] if len(shape) == 3 else 1
+        scale = torch.rand(count) + 0.1
+        weight = blocks_layout("nvfp4", (0, 0), ParamSpec("v", (0, 0), "uint8", 0)).unpack(
+            {"values": blocks}, None, torch.float32
+        )
+        by_scale = weight.view(count, -1) * scale[:, None]
+        unpacked[tensor.name] = by_scale.view(shape).numpy()
+        packed[tensor.name] = blocks.view(*shape[:-1], -1).numpy(), NVFP4
+        start = tensor.name.removesuffix(".weight")
+        packed[f"{start}{ending}"] = scale.numpy()
+        packed[f"{start}.input_scale"] = np.full(count, 3, np.float32)
+    expected = logits_of(rewrite(file, tmp_path / "f32.gguf", {}, **unpacked))
+    found = logits_of(rewrite(file, tmp_path / "nvfp4.gguf", {}, **packed))
+    assert distance(found, expected) < TOLERANCE
 
 
 @pytest.mark.parametrize(

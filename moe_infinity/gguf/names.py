@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping
 from math import prod
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 from transformers.core_model_loading import (
     Concatenate,
@@ -37,7 +38,7 @@ from moe_infinity.gguf.architectures import ALWAYS_CHANGED, KNOWN, Architecture
 from moe_infinity.gguf.file import GgufModel
 from moe_infinity.gguf.map import name_map
 from moe_infinity.kernels.unpack import BLOCKS, blocks_layout, row_bytes
-from moe_infinity.layout import WeightLayout, without_ones
+from moe_infinity.layout import Block, Parts, WeightLayout, without_ones
 
 logger = logging.getLogger(__name__)
 
@@ -135,6 +136,34 @@ def _format(name: str) -> BlockFormat:
 FORMATS = {name.upper(): _format(name) for name in BLOCKS}  # by name of the type
 
 
+class ScaledBlockFormat(BlockFormat):
+    """The same with a number that all values are multiplied by, in a tensor of its own. No kernel
+    reads it, so it is unpacked for each use.
+    """
+
+    def layout_of(self, parts: dict[str, ParamSpec], *, is_transposed: bool) -> WeightLayout:
+        plain = super().layout_of(parts, is_transposed=is_transposed)
+        return dataclasses.replace(
+            plain, kind=f"{plain.kind}_scaled", global_scale=parts["global_scale"],
+            unpack=self.unpack,
+        )  # fmt: skip
+
+
+def _scaled(name: str) -> ScaledBlockFormat:
+    plain = _format(name)
+
+    def unpack(parts: Parts, block: Block | None, dtype: torch.dtype) -> Tensor:
+        weight = plain.unpack({"values": parts["values"]}, block, torch.float32)
+        scale = parts["global_scale"]
+        return (weight * scale.reshape(-1, *[1] * (weight.ndim - 1))).view(weight.shape).to(dtype)
+
+    parts = (*plain.parts, PartFormat("global_scale", "", frozenset({"F32"})))
+    return ScaledBlockFormat(name, f"{name}_scaled", parts, lambda shapes: None, unpack)
+
+
+SCALED = {"NVFP4": _scaled("nvfp4")}
+
+
 def weights_of(model: Any, file: GgufModel) -> tuple[Weights, list[WeightConverter]]:
     """The weights by name, and rules of transformers that make parameters of them. Raises
     CheckpointError for a tensor that is no parameter of the model.
@@ -162,6 +191,10 @@ class Names:
         self._file = file
         self._architecture = KNOWN.get(file.architecture, Architecture())
         self._params = model.state_dict()
+        self._scales_of_router = tuple(  # Gemma 4 has one for each expert
+            leaf for end, leaf in OTHER_NAMES.items()
+            if leaf.endswith(".scale") and any(param.endswith(end) for param in self._params)
+        )  # fmt: skip
         self._config = model.config.get_text_config()
         self._num_layers = self._config.num_hidden_layers
         self._name_of = name_map(file, self._num_layers)
@@ -296,7 +329,19 @@ class Names:
 
     def _keep(self, name: str, tensor: StoredTensor) -> None:
         self._unused.discard(tensor.name)
-        self.weights[name] = weight_of(name, tensor)
+        self.weights[name] = weight_of(name, tensor, self._scale_of(tensor))
+
+    def _scale_of(self, tensor: StoredTensor) -> StoredTensor | None:
+        """What all of a weight is multiplied by, beside the scales in its blocks. Files in NVFP4
+        that were made of ModelOpt's or compressed-tensors' checkpoints have it.
+        """
+        names = (f"{tensor.name.removesuffix('.weight')}.scale", f"{tensor.name}.scale")
+        found = [name for name in names if name in self._file.tensors]
+        found = [name for name in found if not name.endswith(self._scales_of_router)]
+        if tensor.stored_dtype not in SCALED or not found:
+            return None
+        self._unused.discard(found[0])
+        return self._file.tensors[found[0]]
 
     def refuse_unused(self) -> None:
         """Layers after the last are those that predict more than one token ahead."""
@@ -308,28 +353,13 @@ class Names:
                 continue
             # The config says how positions are scaled.
             is_known = name.endswith(self._architecture.unused) or "rope_" in name
-            if not (is_known or self._changes_nothing(name)):
+            # The last are of activations, which are not quantized here.
+            if not (is_known or name.endswith(".input_scale")):
                 raise CheckpointError(
                     f"{self._file.files[0]}: tensor {name} is no parameter of this model"
                 )
         if ahead:
             logger.info("%d tensors of layers that predict further ahead are not used", ahead)
-
-    def _changes_nothing(self, name: str) -> bool:
-        """Return True for what belongs to a weight in NVFP4 and leaves it as it is: the scale of
-        what it is multiplied with, which is not quantized here, and scales of 1. Raises
-        UnsupportedModelError for other scales.
-        """
-        if name.endswith(".input_scale") or not name.endswith(".scale"):
-            return name.endswith(".input_scale")
-        scales = self._file.numbers(name)
-        if scales is None or (scales != 1).any():
-            raise UnsupportedModelError(
-                f"{self._file.files[0]}: {name} scales its weight, as in files in NVFP4 that were "
-                "made of ModelOpt's or compressed-tensors' checkpoints; these are not read\n"
-                "hint: the checkpoint itself is, or a file of another type"
-            )
-        return True
 
 
 def _both(
@@ -348,12 +378,17 @@ def _by_end(table: Mapping[str, Entry], param: str) -> Entry | None:
     return next((entry for end, entry in table.items() if param.endswith(end)), None)
 
 
-def weight_of(name: str, tensor: StoredTensor) -> StoredTensor | PackedTensor:
-    """A tensor under this name, packed if its type is."""
+def weight_of(
+    name: str, tensor: StoredTensor, scale: StoredTensor | None = None
+) -> StoredTensor | PackedTensor:
+    """A tensor under this name, packed if its type is. `scale`: what is multiplied by."""
     if tensor.stored_dtype in STORED_DTYPES:
         return dataclasses.replace(tensor, name=name)
     weight_format = FORMATS[tensor.stored_dtype]
     width = row_bytes(weight_format.name, tensor.shape[-1])
     shape = (*tensor.shape[:-1], width)
     values = StoredTensor(name, "U8", shape, tensor.extent, tensor.undo)
-    return PackedTensor(name, (("values", values),), tensor.shape, None, weight_format)
+    if scale is None:
+        return PackedTensor(name, (("values", values),), tensor.shape, None, weight_format)
+    parts = ("values", values), ("global_scale", scale)
+    return PackedTensor(name, parts, tensor.shape, None, SCALED[tensor.stored_dtype])
