@@ -332,8 +332,8 @@ class Names:
         self.weights[name] = weight_of(name, tensor, self._scale_of(tensor))
 
     def _scale_of(self, tensor: StoredTensor) -> StoredTensor | None:
-        """What all of a weight is multiplied by, beside the scales in its blocks. Files in NVFP4
-        that were made of ModelOpt's or compressed-tensors' checkpoints have it.
+        """Return what all of a weight is multiplied by, beside the scales in its blocks. Files
+        in NVFP4 that were made of ModelOpt's or compressed-tensors' checkpoints have it.
         """
         names = (f"{tensor.name.removesuffix('.weight')}.scale", f"{tensor.name}.scale")
         found = [name for name in names if name in self._file.tensors]
