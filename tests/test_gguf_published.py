@@ -129,6 +129,8 @@ def test_weights_in_nvfp4_have_a_scale_of_their_own(name, ending, tmp_path):
     """In files made of ModelOpt's checkpoints; experts have one each, and rows may be moved."""
     torch.manual_seed(0)
     _, file = made(name, tmp_path / "model", **WIDE)
+    unpack = blocks_layout("nvfp4", (0, 0), ParamSpec("values", (0, 0), "uint8", 0)).unpack
+    assert unpack is not None
     packed: dict[str, Any] = {}
     unpacked: dict[str, Any] = {}
     for tensor in gguf.GGUFReader(file).tensors:
@@ -139,9 +141,7 @@ def test_weights_in_nvfp4_have_a_scale_of_their_own(name, ending, tmp_path):
         blocks.view(-1, 36)[:, :4] = torch.randint(40, 60, (blocks.numel() // 36, 4)).byte()
         count = shape[0] if len(shape) == 3 else 1
         scale = torch.rand(count) + 0.1
-        weight = blocks_layout("nvfp4", (0, 0), ParamSpec("v", (0, 0), "uint8", 0)).unpack(
-            {"values": blocks}, None, torch.float32
-        )
+        weight = unpack({"values": blocks}, None, torch.float32)
         by_scale = weight.view(count, -1) * scale[:, None]
         unpacked[tensor.name] = by_scale.view(shape).numpy()
         packed[tensor.name] = blocks.view(*shape[:-1], -1).numpy(), NVFP4
