@@ -128,7 +128,7 @@ def measure_system(args: argparse.Namespace, num_prompt: int) -> dict[str, Any]:
         is_llama = args.system.startswith("llama.cpp")
         options = {"gguf": str(args.model), "threads": os.cpu_count()}
         if is_llama:
-            options |= {"context": num_prompt + 64}
+            options |= {"context": num_prompt + 64, "repack": False}  # no second copy of weights
             if args.system.endswith("one-batch"):
                 options["micro_batch"] = num_prompt
         else:
