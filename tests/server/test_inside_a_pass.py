@@ -118,10 +118,9 @@ def test_a_layer_that_fails_inside_a_pass_is_given_up_before_the_pass_goes_on(mo
 def test_a_prompt_that_fits_alone_is_read_while_others_wait_for_a_seat(few_slots, monkeypatch):
     room = few_slots.engine.room
     num_tokens = len(LONG)
-    needed = room.needs.of_pass(num_tokens, num_tokens) + room.needs.kv.of(num_tokens)
-    leave(few_slots, monkeypatch, needed - room.movable())
+    needed = room.needs.of_pass(30, num_tokens) + room.needs.kv.of(num_tokens)
+    leave(few_slots, monkeypatch, needed - room.movable())  # and nothing for others
     engine = make_engine(few_slots, max_batch=2, prefix_cache="off")
-    engine._passes._can_chunk = False  # all of it at once, or none
     monkeypatch.setattr(engine._passes, "can_hold", lambda sequence, others, held: not others)
     long, other = Client(engine, LONG, max_new_tokens=1), Client(engine, OTHER)
     run_all(engine, long, other)
