@@ -20,6 +20,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -70,7 +71,7 @@ class Engine:
         self._waiting = SeatQueue(self.config.max_queue)  # guarded by _changed, as the next two
         self._is_draining = False
         self._is_closing = False
-        self._prefilling = Reading(self._passes, config)
+        self._prefilling = Reading(config)
         self._decoding = Decoding(self._passes)
         self._seating = Seating(
             self._waiting, self._changed, self._prefilling, self._decoding, self._passes
@@ -245,13 +246,15 @@ class Engine:
     def _prefill(self, sequence: Running) -> None:
         """Compute a chunk of a prompt. An error ends that sequence only."""
         before = sequence.num_prefilled
+        take_pass = partial(
+            self._passes.prefill,
+            sequence,
+            self._let_others_go_on,
+            is_alone=len(self._prefilling) == 1 and not self._decoding,
+            is_awaited=len(self._waiting) > 0,
+        )
         try:
-            logits_V = self._prefilling.read(
-                sequence,
-                self._let_others_go_on,
-                is_alone=len(self._prefilling) == 1 and not self._decoding,
-                is_awaited=len(self._waiting) > 0,
-            )
+            logits_V = self._prefilling.read(sequence, take_pass)
             self.counts.prompt_tokens += sequence.num_prefilled - before
             self.counts.cached_tokens += sequence.num_cached if before == 0 else 0
             is_read = sequence.is_prefilled

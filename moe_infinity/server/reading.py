@@ -11,7 +11,6 @@ from torch import Tensor
 from moe_infinity.errors import MoEInfinityError
 from moe_infinity.memory.needs import USUAL_TOKENS
 from moe_infinity.server.config import ServeConfig
-from moe_infinity.server.passes import Passes
 from moe_infinity.server.sequences import Running
 from moe_infinity.server.turns import PromptShares
 
@@ -23,12 +22,11 @@ class Left(MoEInfinityError):
 class Reading:
     """The sequences whose prompts are being read, the oldest first."""
 
-    def __init__(self, passes: Passes, config: ServeConfig) -> None:
+    def __init__(self, config: ServeConfig) -> None:
         self.under_way: list[Running] = []  # passes over their prompts, each inside the one before
         self._began = 0.0  # when the first of them began, by time.monotonic()
         self._beside_s = 0.0  # that others took inside it
         self._share_s = config.gap_share_s
-        self._passes = passes
         self._sequences: deque[Running] = deque()
         self._shares = PromptShares(config.prefill_chunk or USUAL_TOKENS)
 
@@ -61,15 +59,8 @@ class Reading:
         short = [each for each in short if each not in self.under_way]
         return self._shares.next_of(short) if short else None
 
-    def read(
-        self,
-        sequence: Running,
-        others: Callable[[], None],
-        *,
-        is_alone: bool = False,
-        is_awaited: bool = False,
-    ) -> Tensor:
-        """Take one pass over a prompt, see `Passes.prefill`."""
+    def read(self, sequence: Running, take_pass: Callable[[], Tensor]) -> Tensor:
+        """Take one pass over a prompt."""
         before = sequence.num_prefilled
         began = time.monotonic()
         if not self.under_way:
@@ -77,7 +68,7 @@ class Reading:
             self._beside_s = 0.0
         self.under_way.append(sequence)
         try:
-            return self._passes.prefill(sequence, others, is_alone=is_alone, is_awaited=is_awaited)
+            return take_pass()
         finally:
             self.under_way.pop()
             if self.under_way:
