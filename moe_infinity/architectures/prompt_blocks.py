@@ -142,7 +142,7 @@ class PromptBlocks:
         if not given or not isinstance(given[0], Tensor) or given[0].dim() != 3:
             return stock(*given, **kwargs)
         hidden_states, *args = given
-        blocks = _blocks(hidden_states.shape[1], self._size_now)
+        blocks = _blocks(hidden_states.shape[1], self.size_now)
         if len(blocks) < 2:
             return stock(*given, **kwargs)
         cache_layer = _cache_layer(layer, kwargs)
@@ -175,7 +175,8 @@ class PromptBlocks:
         return out
 
     @property
-    def _size_now(self) -> int | None:
+    def size_now(self) -> int | None:
+        """Tokens of a block of the next layer, at most; None: the prompt is not cut."""
         return None if self.size is None else min(self.size, self.most or self.size)
 
     @property
@@ -214,7 +215,7 @@ class PromptBlocks:
         is_plain = isinstance(x, Tensor) and x.dim() == 3 and len(given) == 1 and not kwargs
         if x is None or not is_plain or len(x) > 1 or torch.is_grad_enabled():
             return stock(*given, **kwargs)
-        blocks = _blocks(x.shape[1], self._size_now)
+        blocks = _blocks(x.shape[1], self.size_now)
         if len(blocks) < 2:
             return stock(x)
         return torch.cat([stock(x[:, block.tokens]) for block in blocks], dim=1)

@@ -130,7 +130,7 @@ class Room:
         """
         before = self._set_aside_bytes
         if self.needs is not None:
-            size = (None if self._blocks is None else self._blocks.size) or step.num_tokens
+            size = (None if self._blocks is None else self._blocks.size_now) or step.num_tokens
             at_once = min(step.num_tokens, size)
             self._set_aside_bytes += self.needs.of_pass(at_once, step.context)
         try:

@@ -122,7 +122,7 @@ class Passes:
         seat yet; `is_awaited`: some wait for one.
         """
         prompt_ids = sequence.ids
-        self.room.limit_blocks(None if is_alone else self._block_in_time)
+        self.room.limit_blocks(None if is_alone else self._tokens_in(self._gap_share_s))
         cache = sequence.cache or self._begin(sequence)
         start = sequence.num_prefilled
         end = start + self._num_at_once(sequence, is_alone, is_awaited)
@@ -159,15 +159,15 @@ class Passes:
                 cut_windows(cache, is_last=sequence.is_prefilled)
         return logits_V
 
-    @property
-    def _block_in_time(self) -> int | None:
-        """Tokens that a layer computes in the share of a gap; None while that is unknown."""
-        pace = self._token_layer_s
-        return int(self._gap_share_s / pace) if pace else None
+    def _tokens_in(self, layer_s: float) -> int | None:
+        """Tokens of a prompt that a layer computes in this time, by the pace of the last pass; None
+        before any has told.
+        """
+        return int(layer_s / self._token_layer_s) if self._token_layer_s else None
 
     def keep_blocks_short(self) -> None:
         """Let those that decode not wait too long for the next blocks of the pass under way."""
-        self.room.limit_blocks(self._block_in_time)
+        self.room.limit_blocks(self._tokens_in(self._gap_share_s))
 
     def _num_at_once(self, sequence: Running, is_alone: bool, is_awaited: bool) -> int:
         """Raises QueueFull if memory is short."""
@@ -184,8 +184,8 @@ class Passes:
             is_long = (is_alone and not is_awaited) or self.room.takes_blocks(num_left)
             layer_s = PASS_S / self._num_layers if is_long else self._gap_share_s
             unknown = FIRST_PASS_TOKENS if is_long else USUAL_TOKENS
-            in_time = int(layer_s / self._token_layer_s) if self._token_layer_s else unknown
-            most = max(USUAL_TOKENS, in_time)
+            in_time = self._tokens_in(layer_s)
+            most = max(USUAL_TOKENS, unknown if in_time is None else in_time)
         at_once = partial(self.room.tokens_at_once, num_left, length, most)
         # Others may come during the pass; one that fits only without them is not refused.
         fitting = at_once(is_alone=self.num_seats == 1) or at_once(is_alone=is_alone)
