@@ -122,8 +122,8 @@ def _mapped(gguf: GgufModel, known: Metadata) -> dict[str, Any]:
         least = 0 if name in MAY_BE_ZERO else 1
         if isinstance(value, list) and all(type(each) in (int, float) for each in value):
             raise UnsupportedModelError(
-                f"{gguf.files[0]}: {gguf.architecture}.{key} is {value!r:.40}: layers of a "
-                f"{known.model_type} model have the same\n{WITH_CONFIG}"
+                f"{gguf.files[0]}: {gguf.architecture}.{key} is {value!r:.40}: all layers "
+                f"of a {known.model_type} model have one value\n{WITH_CONFIG}"
             )
         if type(value) not in (int, float, bool) or (is_size and not least <= value <= largest):
             raise CheckpointError(f"{gguf.files[0]}: {gguf.architecture}.{key} is {value!r:.40}")

@@ -308,7 +308,7 @@ def step35(gguf: GgufModel) -> dict[str, Any]:
 
     def limits(*keys: str) -> list[Any] | None:
         key = next((key for key in keys if gguf.value(key) is not None), None)
-        return None if key is None else of_layers(gguf, key, (float,))
+        return None if key is None else of_layers(gguf, key, (int, float))
 
     ropes = two_ropes(gguf, full_share=0.5, theta_swa=THETA_SWA)
     return ropes | windows(gguf) | dense_first(gguf) | {

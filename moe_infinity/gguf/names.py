@@ -155,7 +155,7 @@ def _scaled(name: str) -> ScaledBlockFormat:
     def unpack(parts: Parts, block: Block | None, dtype: torch.dtype) -> Tensor:
         weight = plain.unpack({"values": parts["values"]}, block, torch.float32)
         scale = parts["global_scale"]
-        return (weight * scale.reshape(-1, *[1] * (weight.ndim - 1))).view(weight.shape).to(dtype)
+        return (weight * scale.reshape(-1, *[1] * (weight.ndim - 1))).to(dtype)
 
     parts = (*plain.parts, PartFormat("global_scale", "", frozenset({"F32"})))
     return ScaledBlockFormat(name, f"{name}_scaled", parts, lambda shapes: None, unpack)

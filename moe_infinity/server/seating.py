@@ -74,7 +74,7 @@ class Seating:
         return to_yield([s for s in seated if s not in self._prefilling.under_way], client)
 
     def _let_yield(self, sequence: Running) -> None:
-        """Let it wait, and free its seat."""
+        """Let a sequence wait, and free its seat."""
         if sequence in self._decoding:
             self._decoding.set_aside(sequence)
             sequence.is_set_aside = True
