@@ -10,6 +10,7 @@ import torch
 
 from moe_infinity.architectures.attention_inputs import cache_in, can_be_cut, is_text_alone
 from moe_infinity.memory.room import LEAST_TOKENS, Room
+from moe_infinity.streaming import merged_settings
 
 logger = logging.getLogger(__name__)
 
@@ -23,10 +24,11 @@ def in_passes(
     if is_begun:  # behind the tokens of a cache transformers 5.17 takes wrong pieces
         return {"prefill_chunk_size": None}
     ids = named.get("input_ids", named.get("inputs"))
-    settings = named.get("generation_config") or model.generation_config
+    settings = merged_settings(model, named)
     is_set = settings.prefill_chunk_size is not None or "prefill_chunk_size" in named
-    uses_cache = named.get("use_cache", settings.use_cache) is not False
-    is_plain = isinstance(ids, torch.Tensor) and ids.ndim == 2 and uses_cache
+    wants_all = settings.output_hidden_states or settings.output_attentions  # not of the last pass
+    is_plain = isinstance(ids, torch.Tensor) and ids.ndim == 2 and settings.use_cache is not False
+    is_plain &= not (settings.return_dict_in_generate and wants_all)
     is_plain &= is_text_alone(named)  # nothing else can be cut
     if is_set or not is_plain or cache_in(named) is not None or not can_be_cut(model.config):
         return {}

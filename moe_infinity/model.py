@@ -238,12 +238,11 @@ class MoE:
             return save_prefix(self, path, prompt)
 
     def load_prefix(self, path: str | Path) -> Prefix:
-        """Read what `save_prefix` wrote. Raises CheckpointError for a damaged file, and ConfigError
-        for one of other weights, another dtype, version or processor, naming what differs.
-        """
+        """Read what `save_prefix` wrote. Raises CheckpointError; ConfigError says what differs."""
         from moe_infinity.prefixes.saved import load_prefix
 
-        return load_prefix(self, path)
+        with self._lock:
+            return load_prefix(self, path)
 
     # Steps of a caller that batches requests by itself, as the server does
 

@@ -99,5 +99,5 @@ def _names_in(stream: BinaryIO) -> set[str]:
     num_bytes = sum(entry.file_size for entry in entries)
     most = available_memory_bytes() // 2
     if num_bytes > most:
-        raise ValueError(f"arrays of {num_bytes} bytes, and there is memory for {most}")
+        raise MemoryError(f"arrays of {num_bytes} bytes, and there is memory for {most}")
     return set(names)

@@ -18,6 +18,7 @@ from transformers import BatchEncoding, DynamicCache, GenerationMixin
 from moe_infinity import ClosedError, ConfigError, MoE, OffloadConfig
 from moe_infinity.architectures.attention_inputs import cache_parameter
 from moe_infinity.cli.inspection import inspect_checkpoint
+from moe_infinity.long_prompts import in_passes
 from moe_infinity.memory.room import Room
 from moe_infinity.streaming import TextStream
 from tests.small_tokenizers import KINDS
@@ -380,3 +381,14 @@ def test_a_prompt_behind_a_callers_cache_is_one_pass(tiny_checkpoint, monkeypatc
             moe.model(ids[:, :20], **{cache_parameter(moe.model.forward): cache})
         found = moe.generate(input_ids=ids, **{name: cache}, **settings)
         assert torch.equal(found, expected)
+
+
+def test_hidden_states_are_those_of_a_whole_prompt(moe, monkeypatch):
+    """transformers gives those of the last pass only."""
+    room = moe.engine.room
+    monkeypatch.setattr(room, "tokens_at_once", lambda *args, **kwargs: 512)
+    asked: dict[str, Any] = {"input_ids": torch.zeros(1, 600, dtype=torch.int64)}
+    asked["output_hidden_states"] = True
+    assert in_passes(moe.model, room, asked, is_begun=False) == {"prefill_chunk_size": 512}
+    asked["return_dict_in_generate"] = True
+    assert in_passes(moe.model, room, asked, is_begun=False) == {}

@@ -139,14 +139,22 @@ def _show(cache_layer: Any, buffers: _Buffers) -> None:
 class KeysAndValues:
     """How the kernel reaches the keys and values that one layer has in a cache."""
 
-    def __init__(self, kind: str) -> None:
-        """`kind` is that of the numbers in the cache."""
+    def __init__(self, kind: str, rows: tuple[int, int, int]) -> None:
+        """`kind` is that of the numbers in the cache, `rows` the heads, and how many numbers a key
+        and a value of one have.
+        """
         self._kind = kind
+        num_heads, of_key, of_value = rows
+        self._shapes = (num_heads, of_key), (num_heads, of_value)
 
     def fits(self, cache_layer: Any, x: Tensor, mask: Tensor | None) -> bool:
         """Return True if the kernel can go on with its keys and values."""
         if not can_grow(cache_layer) or len(cache_layer.keys) != len(x):
             return False
+        keys = cache_layer.keys
+        values = cache_layer.values
+        if (keys.shape[1::2], values.shape[1::2]) != self._shapes or keys.dtype != values.dtype:
+            return False  # of another model
         mask_shape = len(x), 1, 1, cache_layer.keys.shape[2] + 1
         return (mask is None or mask.shape == mask_shape) and kind_of(cache_layer) == self._kind
 

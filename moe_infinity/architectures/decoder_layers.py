@@ -100,7 +100,7 @@ class DecoderLayer:
         if isinstance(described, LinearAttention):
             self.cache = DeltaStates(described.shape, spare)
         else:
-            self.cache = KeysAndValues(self.kernel.cache_kind)
+            self.cache = KeysAndValues(self.kernel.cache_kind, self.kernel.cache_rows)
         self.angles = angles
         # Of a batch the model may make other masks than of one sequence.
         self._may_follow = {False: may_follow, True: may_follow}
@@ -192,7 +192,7 @@ class DecoderLayer:
         cache = cache_in(kwargs)
         index = getattr(self._attention, "layer_idx", None)
         is_for_kernel = (
-            x.shape[1] == 1
+            x.shape[1:] == (1, self.kernel.fixed.width)
             and x.is_contiguous()
             and len(x) <= MOST_SEQUENCES
             and x.dtype == self.kernel.dtype

@@ -23,14 +23,14 @@ LINEAR_ATTENTION = "linear_attn"
 RESIDUAL_NORM = "post_attention_layernorm"
 
 
-class PackedLinear(nn.Module):
+class PackedLinear(nn.Linear):
     """A linear layer in the place of an `nn.Linear`. Kernels read `packed`; whoever computes with
     `weight` gets it unpacked, anew each time, and an error for a change of it.
     """
 
     def __init__(self, linear: nn.Linear, packed: PackedWeight, dtype: torch.dtype) -> None:
         """`dtype` is what the weight is unpacked to."""
-        super().__init__()
+        nn.Module.__init__(self)  # without a weight
         self.in_features = linear.in_features
         self.out_features = linear.out_features
         self.bias = linear.bias
@@ -38,7 +38,7 @@ class PackedLinear(nn.Module):
         self.dtype = dtype
 
     @property
-    def weight(self) -> Tensor:
+    def weight(self) -> Tensor:  # type: ignore[override]
         """[R, C]"""
         shape = self.out_features, self.in_features
         return StoredWeight.of(shape, self.dtype, self.packed.unpacked)

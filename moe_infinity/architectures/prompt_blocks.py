@@ -203,9 +203,10 @@ class PromptBlocks:
         if kwargs.get(MASK) is None and window is not None and blocks[0].num_tokens > window:
             return False  # the cache would leave what nothing hides
         for value in filter(torch.is_tensor, (*given[1:], *kwargs.values())):
-            if value not in self._looks_ahead:
-                self._looks_ahead[value] = _shows_later(blocks, value)
-            if self._looks_ahead[value]:
+            known = self._looks_ahead.setdefault(value, {})  # by the number of blocks
+            if len(blocks) not in known:
+                known[len(blocks)] = _shows_later(blocks, value)
+            if known[len(blocks)]:
                 return False
         return True
 

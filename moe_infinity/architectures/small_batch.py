@@ -229,7 +229,8 @@ class Siblings:
         rows = x.shape[:-1]
         own: Callable[..., Tensor] = type(linear).forward
         is_plain = own is PLAIN.get(type(linear)) and is_linear(linear)
-        is_for_kernel = is_plain and not torch.is_grad_enabled() and not is_watched()
+        fits = x.shape[-1:] == (linear.in_features,)
+        is_for_kernel = is_plain and fits and not torch.is_grad_enabled() and not is_watched()
         if not is_for_kernel or _is_torchs(linear, rows.numel(), x.dtype):
             return own(linear, x)
         place, out = self._products.take(linear, x) or (None, None)

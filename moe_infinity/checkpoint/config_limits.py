@@ -105,7 +105,8 @@ TOKEN = NumberRange(-10_000, 1 << 27)
 SHARE = NumberRange(0, 1, is_whole=False)
 FACTOR = NumberRange(-1e9, 1e9, is_whole=False)
 FLAG = OneOf("true or false", (True, False))
-ACTIVATION = OneOf("an activation that transformers knows", ACT2FN)
+# Configs of transformers put another in the place of the last, which MiniMax and Step publish.
+ACTIVATION = OneOf("an activation that transformers knows", {*ACT2FN, "swigluoai"})
 # The first rule whose pattern the whole key matches decides.
 MODEL = (
     Rule(re.compile(r"(num_)?hidden_layers|n_layers?|num_layers"), NumberRange(1, 1024)),

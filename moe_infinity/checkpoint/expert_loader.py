@@ -115,13 +115,17 @@ class ExpertLoader:
         extent = self._some_mappable()
         return extent is not None and self._reader.can_map(extent)
 
-    def changed_file(self) -> Path | None:
-        """Return a file that was changed whose weights are used in the page cache, or None."""
-        return self._reader.changed_file()
+    def changed_file(self, num_known: int | None = None) -> Path | None:
+        """Return a file that was changed whose weights are used in the page cache, or None. Beside
+        so many changes, which are known.
+        """
+        return self._reader.changed_file(num_known)
 
-    def map_changed(self) -> None:
-        """Have the bytes of changed files where they are used. Raises CheckpointError, OSError."""
-        self._reader.map_changed()
+    def map_changed(self) -> int:
+        """Have the bytes of changed files where they are used. Returns how many changes are known.
+        Raises CheckpointError, OSError.
+        """
+        return self._reader.map_changed()
 
     def lie_in_blocks(self) -> None:
         """Let experts lie in slots so that reads past the page cache need no copy."""

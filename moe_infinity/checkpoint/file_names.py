@@ -15,7 +15,9 @@ from moe_infinity.system.files import expanded
 WHOLE = ("model.safetensors", "pytorch_model.bin")  # the order in which transformers looks
 INDEX = "{}.index.json"
 PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
-NO_GGUF_MODELS = ("mmproj", "imatrix")  # how their names begin
+# Words in the names of GGUF files that are no models of text.
+MMPROJ = re.compile(r"(^|[._-])mmproj[._-]", re.IGNORECASE)
+IMATRIX = re.compile(r"(^|[._-])imatrix[._-]", re.IGNORECASE)
 
 
 def shards_of(index: Path) -> list[str]:
@@ -73,7 +75,8 @@ def gguf_models(names: Iterable[str]) -> list[str]:
 def _is_model(name: str) -> bool:
     match = PART.fullmatch(name)
     is_later_part = match is not None and int(match[2]) != 1
-    return not is_later_part and not Path(name).name.startswith(NO_GGUF_MODELS)
+    own = Path(name).name
+    return not (is_later_part or MMPROJ.search(own) or IMATRIX.search(own))
 
 
 def gguf_parts(name: str) -> list[str]:

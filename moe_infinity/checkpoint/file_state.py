@@ -3,7 +3,8 @@
 FileState      what the file system says of a file. Asked around every read: no bytes are accepted
                that may have been read while the file was written
 Fingerprint    what a file was when it was first opened. A file that was changed is read again only
-               if it has the same size and the same samples: somebody has put it right
+               if it has the same size and the same samples: somebody has put it right. Samples of a
+               small file are all of it
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import NamedTuple
 
 NUM_SAMPLES = 64  # 6 ms of an SSD's time for each file, once
 SAMPLE_BYTES = 4096
+WHOLE_BYTES = 32 << 20  # up to here a file is hashed whole, within 60 ms
 
 
 class FileState(NamedTuple):
@@ -47,9 +49,10 @@ class Fingerprint(NamedTuple):
 def fingerprint_of(num_bytes: int, read: Callable[[int, memoryview], None]) -> Fingerprint:
     """Return the fingerprint of a file of this size; `read` fills memory from an offset on."""
     spacing = max(num_bytes // NUM_SAMPLES // SAMPLE_BYTES, 1) * SAMPLE_BYTES
+    sample_bytes = SAMPLE_BYTES if num_bytes > WHOLE_BYTES else spacing
     digest = hashlib.blake2b(digest_size=16)
     for offset in range(0, num_bytes, spacing):
-        sample = memoryview(bytearray(min(SAMPLE_BYTES, num_bytes - offset)))
+        sample = memoryview(bytearray(min(sample_bytes, num_bytes - offset)))
         read(offset, sample)
         digest.update(sample)
     return Fingerprint(num_bytes, digest.hexdigest())

@@ -61,6 +61,7 @@ class Reader:
         self._files: dict[Path, OpenFile] = {}
         self._mapped: dict[Path, MappedFile] = {}
         self._doubtful: set[Path] = set()  # of mapped files: those of which a read failed
+        self._mapped_again: list[Path] = []  # each time
         self._first: dict[Path, Fingerprint] = {}  # of files when they were first opened
         self._lock = threading.Lock()
         self._thread = threading.local()  # a bounce buffer, and whether its reads give way
@@ -142,25 +143,31 @@ class Reader:
         with self._lock:
             return self._opened(extent.file).is_cached(extent.offset, extent.num_bytes)
 
-    def changed_file(self) -> Path | None:
+    def changed_file(self, num_known: int | None = None) -> Path | None:
         """Return a file that was changed, or of which bytes are gone, and whose bytes are used
-        where the page cache has them: what was computed with them meanwhile may be wrong.
+        where the page cache has them: what was computed with them meanwhile may be wrong. That
+        holds for one that is right again, too, if it is not among the changes that are known.
         """
+        if num_known is not None and len(self._mapped_again) > num_known:
+            return self._mapped_again[-1]
         for path, mapped in list(self._mapped.items()):
             if not mapped.is_right():
                 return path
         return None
 
-    def map_changed(self) -> None:
+    def map_changed(self) -> int:
         """Map the files anew that were changed, or of which a read failed, to where their bytes are
-        used. Between two passes: a pass sees at its end that a file was changed. Raises OSError,
+        used. Between two passes, or in one that began inside another: each sees at its end that a
+        file was changed. Returns the number of changes that are known by now. Raises OSError,
         CheckpointError for one that is not what it was.
         """
         with self._lock:
             for path, mapped in self._mapped.items():
                 if path in self._doubtful or not mapped.is_right():
                     mapped.map_again(self._opened(path))
+                    self._mapped_again.append(path)
                 self._doubtful.discard(path)
+            return len(self._mapped_again)
 
     @contextmanager
     def giving_way(self, until: Callable[[], bool] = lambda: False) -> Iterator[None]:

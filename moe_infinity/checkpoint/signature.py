@@ -14,6 +14,12 @@ from moe_infinity.architectures.adapters import ExpertsModule
 from moe_infinity.architectures.stored_embedding import StoredEmbedding
 
 SIGNED_VALUES = 16  # of each dense parameter: enough to tell one fine-tuning from another
+OF_ADAPTERS = (
+    "active_adapters",
+    "disable_adapters",
+    "merged_adapters",
+    "scaling",
+)  # of PEFT's layers
 
 
 def signature_of(model: nn.Module, layers: list[ExpertsModule]) -> str:
@@ -25,11 +31,17 @@ def signature_of(model: nn.Module, layers: list[ExpertsModule]) -> str:
 
 
 def digest_of(model: nn.Module) -> str:
-    """A hash of some values of every dense parameter, in memory or not."""
+    """A hash of some values of every dense parameter, in memory or not, and of which adapters of
+    PEFT take part.
+    """
     digest = hashlib.sha256()
     for name, shape, values in _signed(model):
         digest.update(name.encode() + str(shape).encode())
         digest.update(values.float().cpu().numpy().tobytes())
+    for name, module in model.named_modules():
+        if isinstance(getattr(module, "disable_adapters", None), bool):  # of models a method
+            values_of = [str(getattr(module, each, None)) for each in OF_ADAPTERS]
+            digest.update(f"{name} {values_of}".encode())
     return digest.hexdigest()
 
 

@@ -24,16 +24,21 @@ def check_tokenizer(files: Iterable[Path]) -> None:
         if file.name == "vocab.json":
             _check_ids(file, "its tokens", content)
         elif file.name == "tokenizer.json":
-            model = content.get("model")
-            if not isinstance(model, dict):
-                raise CheckpointError(f"{file}: model is {shown(model)}, expected an object")
-            _check_ids(file, "model.vocab", model.get("vocab"))
-            _check_added(file, content.get("added_tokens"))
+            check_tokenizer_json(str(file), content)
         elif file.name == "tokenizer_config.json":
             _check_decoder(file, content.get("added_tokens_decoder"))
 
 
-def _check_ids(file: Path, where: str, vocabulary: Any) -> None:
+def check_tokenizer_json(file: str, content: dict[str, Any]) -> None:
+    """The same for what a tokenizer.json has, wherever it lies."""
+    model = content.get("model")
+    if not isinstance(model, dict):
+        raise CheckpointError(f"{file}: model is {shown(model)}, expected an object")
+    _check_ids(file, "model.vocab", model.get("vocab"))
+    _check_added(file, content.get("added_tokens"))
+
+
+def _check_ids(file: str | Path, where: str, vocabulary: Any) -> None:
     """A list has its ids by position."""
     if isinstance(vocabulary, dict):
         for token, id_ in vocabulary.items():
@@ -44,7 +49,7 @@ def _check_ids(file: Path, where: str, vocabulary: Any) -> None:
         raise CheckpointError(f"{file}: {where} is {shown(vocabulary)}, expected tokens")
 
 
-def _check_added(file: Path, added: Any) -> None:
+def _check_added(file: str | Path, added: Any) -> None:
     if not isinstance(added, list):
         raise CheckpointError(f"{file}: added_tokens is {shown(added)}, expected a list")
     for token in added:

@@ -173,8 +173,8 @@ class ModelOptions:
     mmproj: Annotated[
         Path | None,
         typer.Option(
-            help="File with the vision part of a GGUF model. Default: the only mmproj*.gguf beside "
-            "the model.",
+            help="File with the vision part of a GGUF model. Default: the only *mmproj*.gguf "
+            "beside the model.",
             dir_okay=False,
         ),
     ] = None

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from threading import Event, RLock, Thread
+from threading import Event, Thread
 from weakref import WeakMethod
 
 import numpy as np
@@ -62,7 +62,7 @@ class LocalExperts:
         self.loader = loader
         self.description = description
         self.stored_expert_bytes = stored_expert_bytes
-        self.deciding = RLock()  # held by the thread that decides about slots
+        self.deciding = room.deciding
         self.is_preloaded = False  # True once there is nothing more to wait for
         self._ongoing = OngoingStep(anonymous_step(num_tokens=0))
         self._preloader = preloader
@@ -242,13 +242,14 @@ class LocalExperts:
     def unchanged_files(self) -> Iterator[None]:
         """Around a forward pass. Files whose bytes are computed with where the page cache has them
         are looked at before, and read anew if they were changed. Raises CheckpointError if one was
-        changed meanwhile: what was computed may be wrong.
+        changed meanwhile, even if a pass inside this one has it right again: what was computed may
+        be wrong.
         """
         if self.loader.changed_file() is not None:
             self.drop_experts()
-        self.loader.map_changed()
+        num_known = self.loader.map_changed()
         yield
-        file = self.loader.changed_file()
+        file = self.loader.changed_file(num_known)
         if file is not None:
             self.drop_experts()
             raise CheckpointError(f"{file}: was changed, or its disk failed, while it was used")

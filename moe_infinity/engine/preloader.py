@@ -8,6 +8,7 @@ leaves first: it is transient, as what prefill brings.
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
@@ -15,7 +16,7 @@ from threading import Event, Thread
 
 from moe_infinity.engine.bookkeeping import Bookkeeping
 from moe_infinity.experts import ExpertKey, Phase
-from moe_infinity.memory.mover import Mover
+from moe_infinity.memory.mover import LOAD_TIMEOUT_S, Mover
 from moe_infinity.memory.slots import MappedSlots
 from moe_infinity.memory.threads import PoolClosed
 from moe_infinity.predict.planner import LOADING_SHARE
@@ -25,6 +26,8 @@ from moe_infinity.system.threads import keep_running
 MOST_LOADING = 8
 PLANNED = 64  # experts whose order is decided at once: it changes while the predictor learns
 PAUSE_S = 0.5  # between two turns if no load ends
+
+logger = logging.getLogger(__name__)
 
 
 class Preloader:
@@ -67,9 +70,12 @@ class Preloader:
 
     def advance(self) -> bool:
         """Enter the experts that arrived and begin the next loads. Returns False once nothing is
-        left to do: no slot is free, a read failed, or there are too few slots.
+        left to do: no slot is free, a read failed or does not end, or there are too few slots.
         """
         self._mover.record_arrivals()
+        if self._mover.is_preload_late:
+            logger.warning("preloading of experts ends: none arrived for %.0f s", LOAD_TIMEOUT_S)
+            return False
         num_under_way = self._mover.num_preloading
         if self._mover.failed or not self._most_loading:
             return num_under_way > 0

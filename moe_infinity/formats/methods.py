@@ -201,6 +201,7 @@ def _find_fbgemm(config: Config) -> tuple[WeightFormat, ...]:
 
 def _find_compressed_tensors(config: Config) -> tuple[WeightFormat, ...]:
     """Any mix of the formats; which weight has which is told by its tensors."""
+    _require("compressed-tensors", config, "transform_config", None, {}, default=None)
     blocks = []
     widths = []
     for group in (config.get("config_groups") or {}).values():

@@ -12,6 +12,7 @@ decoding can skip, and those that the model's makers added.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from itertools import repeat
@@ -20,7 +21,8 @@ from typing import Any
 import transformers
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from moe_infinity.errors import CheckpointError, UnsupportedModelError
+from moe_infinity.checkpoint.tokenizer_limits import check_tokenizer_json
+from moe_infinity.errors import CheckpointError, MoEInfinityError, UnsupportedModelError
 from moe_infinity.gguf.file import WITH_CONFIG, GgufModel
 from moe_infinity.gguf.splitting import SPLITTINGS, WITHOUT_NAME, Splitting
 from moe_infinity.gguf.vocabulary import PREFIX, TokenKind, Vocabulary, flag_of, logger
@@ -31,6 +33,13 @@ NAMED = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")  # attributes of tran
 TEMPLATE = "tokenizer.chat_template"
 ORIGINAL = "tokenizer.huggingface.json"
 KEEP_SPACE = ("<unk>", "<s>", "<|endoftext|>")  # what follows other tokens of Phi-3 loses spaces
+CHATML = (  # that llama.cpp knows by name
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+TRIED = "Ab 12\n"  # a text that every tokenizer has to take
+MOST_CHARACTERS = 512  # of a token that others make; SentencePiece's default is 16
+MOST_PAIRS = 32  # that make one token, on average; of Gemma's, two
 Merges = list[tuple[str, str]]
 Made = tuple[Tokenizer, bool, bool]  # it, whether it adds BOS and EOS if the file does not say
 
@@ -51,13 +60,20 @@ def tokenizer_of(gguf: GgufModel) -> Any:
             f"\n{WITH_CONFIG}"
         )
     try:
-        tokenizer, adds_bos, adds_eos = original or MAKERS[vocabulary.model](gguf)
-    except (CheckpointError, UnsupportedModelError):
+        made = _made(gguf, original)
+        made.encode(TRIED)  # some of what is wrong shows only here
+        return made
+    except (MoEInfinityError, KeyboardInterrupt, SystemExit):
         raise
-    except Exception as error:  # of the library, which has one class for all
+    except BaseException as error:  # of the library, whose panics are no `Exception`
         raise CheckpointError(
             f"{gguf.files[0]}: no tokenizer can be made of its vocabulary: {error}"
         ) from error
+
+
+def _made(gguf: GgufModel, original: Made | None) -> Any:
+    vocabulary = gguf.vocabulary
+    tokenizer, adds_bos, adds_eos = original or MAKERS[vocabulary.model](gguf)
     if original is None:
         control, user_defined = _whole_tokens(gguf)
         tokenizer.add_special_tokens(control)
@@ -86,29 +102,39 @@ def _original_of(gguf: GgufModel) -> Made | None:
     if content is None:
         return None
     try:
+        check_tokenizer_json(ORIGINAL, json.loads(content))
         found = Tokenizer.from_str(content)
+        found.no_padding()
+        found.no_truncation()
         for text, token_id in found.get_vocab().items():
             if tokens.get(token_id) not in (text, text.replace(SPACE, " ")):
                 raise ValueError(f"its token {token_id} is not that of the vocabulary")
-    except Exception as error:  # of the library, which has one class for all
+        added = found.encode("a").ids
+        plain = found.encode("a", add_special_tokens=False).ids
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # of the library, whose panics are no `Exception`
         logger.warning("%s: %s is ignored: %s", gguf.files[0], ORIGINAL, error)
         return None
-    added = found.encode("a").ids
-    plain = found.encode("a", add_special_tokens=False).ids
     return found, added[:1] != plain[:1], added[-1:] != plain[-1:]
 
 
 def chat_template_of(metadata: Mapping[str, Any]) -> str | dict[str, str] | None:
-    """The chat template of a file, or all by name where it has several."""
-    named = {
-        key.removeprefix(f"{TEMPLATE}."): value
+    """The chat template of a file, or all by name where it has several. One without a default has
+    that for tools as such, or its only one.
+    """
+    found = {
+        key.removeprefix(TEMPLATE).removeprefix(".") or "default": CHATML
+        if value == "chatml"
+        else value
         for key, value in metadata.items()
-        if key.startswith(f"{TEMPLATE}.") and isinstance(value, str)
+        if f"{key}.".startswith(f"{TEMPLATE}.") and isinstance(value, str) and value.strip()
     }
-    default = metadata.get(TEMPLATE)
-    if not isinstance(default, str):
-        return named or None
-    return {"default": default} | named if named else default
+    if len(found) == 1:
+        return next(iter(found.values()))
+    if "tool_use" in found:
+        found.setdefault("default", found["tool_use"])
+    return found or None
 
 
 def _named_tokens(vocabulary: Vocabulary) -> dict[str, str]:
@@ -116,14 +142,17 @@ def _named_tokens(vocabulary: Vocabulary) -> dict[str, str]:
     return {
         f"{name}_token": vocabulary.tokens[token_id]
         for name, token_id in vocabulary.ids.items()
-        if name in NAMED and (name in ("bos", "eos") or vocabulary.kinds[token_id] in WHOLE)
+        if name in NAMED
+        and not vocabulary.is_word(token_id)
+        and (name in ("bos", "eos") or vocabulary.kinds[token_id] in WHOLE)
     }
 
 
 def _whole_tokens(gguf: GgufModel) -> tuple[list[AddedToken], list[AddedToken]]:
     """Tokens that are never split: those for control, and the others."""
     vocabulary = gguf.vocabulary
-    named = {*vocabulary.ends(), *(vocabulary.ids.get(name) for name in ("bos", "eos"))}
+    ids = {*vocabulary.ends(), *(vocabulary.ids.get(name) for name in ("bos", "eos"))}
+    named = {id_ for id_ in ids if id_ is not None and not vocabulary.is_word(id_)}
     name = str(gguf.metadata.get("general.name", "")).lower()
     eats_space = gguf.architecture == "phimoe" or re.search("phi[- ]?3", name) is not None
     control: list[AddedToken] = []
@@ -264,12 +293,19 @@ def _merges_of_scores(gguf: GgufModel, vocab: dict[str, int]) -> Merges:
     kinds = gguf.vocabulary.kinds
     made = [text for text, token_id in vocab.items() if kinds[token_id] == TokenKind.NORMAL]
     made.sort(key=lambda text: -scores[vocab[text]])
-    found = []
+    own = {text: text for text in vocab}  # so that parts are no texts of their own
+    found: Merges = []
     for text in made:
+        if len(text) > MOST_CHARACTERS or len(found) > MOST_PAIRS * len(vocab):
+            raise CheckpointError(
+                f"{gguf.files[0]}: tokens of more than {MOST_CHARACTERS} characters, or that more "
+                f"than {MOST_PAIRS} pairs of others make, are not those of SentencePiece"
+            )
         for end in range(len(text) - 1, 0, -1):
-            left = text[:end]
-            if left in vocab and text[end:] in vocab:
-                found.append((left, text[end:]))
+            left = own.get(text[:end])
+            right = own.get(text[end:])
+            if left is not None and right is not None:
+                found.append((left, right))
     return found
 
 

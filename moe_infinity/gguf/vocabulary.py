@@ -7,6 +7,7 @@ that end an answer whatever the keys say: many files name only one of several.
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -36,6 +37,7 @@ NAMES_OF_ENDS = frozenset((
     "<｜end▁of▁sentence｜>", "[e~[", "<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]",
     "<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>", "<|file_sep|>", "</s>",
 ))  # fmt: skip
+MARK = re.compile(r"_?[<\[].+[>\]]")  # how makers write what is no text
 TAG = "</b>"  # beside this one, "</s>" is a tag of HTML, as in Gemma
 # Where a model has all of these, "<|end|>" ends a message inside its answer.
 NO_END_BESIDE = (("<|return|>", "<|call|>"), ("<|calls|>", "<|flush|>"))
@@ -64,6 +66,14 @@ class Vocabulary:
     ids: dict[str, int] = field(default_factory=dict)  # of special tokens, by ID_KEYS
     suppressed: list[int] = field(default_factory=list)  # ids that a model never writes
 
+    def is_word(self, token_id: int) -> bool:
+        """Return True for a token that is text, even if a key names it: programs that write files
+        fill keys in which say nothing of the model.
+        """
+        has_kinds = any(kind != TokenKind.NORMAL for kind in self.kinds)
+        is_normal = self.kinds[token_id] == TokenKind.NORMAL
+        return has_kinds and is_normal and MARK.fullmatch(self.tokens[token_id]) is None
+
     def ends(self) -> list[int]:
         """The ids of tokens after which an answer is over, eos first."""
         named = {
@@ -71,9 +81,10 @@ class Vocabulary:
         }
         if TAG in self.tokens and self.kinds[named.get("</s>", 0)] != TokenKind.CONTROL:
             named.pop("</s>", None)
+        no_end = None  # whatever a key says
         if any(named.keys() >= {*names} for names in NO_END_BESIDE):
-            named.pop("<|end|>", None)
-        found = [self.ids[name] for name in ENDS if name in self.ids]
+            no_end = named.pop("<|end|>", None)
+        found = [self.ids[name] for name in ENDS if self.ids.get(name, no_end) != no_end]
         return list(dict.fromkeys([*found, *sorted(named.values())]))
 
 

@@ -26,7 +26,7 @@ from torch import Tensor
 from transformers.core_model_loading import Concatenate, WeightConverter
 
 from moe_infinity.checkpoint.config_limits import check_config, few_modules
-from moe_infinity.checkpoint.file_names import find_gguf
+from moe_infinity.checkpoint.file_names import MMPROJ, find_gguf
 from moe_infinity.checkpoint.headers import StoredTensor
 from moe_infinity.checkpoint.plan import Weights
 from moe_infinity.errors import CheckpointError, ConfigError, UnsupportedModelError
@@ -77,9 +77,9 @@ class Mmproj:
 
 
 def find_mmproj(checkpoint: str, named: str | Path | None) -> Path | None:
-    """The file with the vision part of a GGUF model: the one that a user named, or the only
-    mmproj*.gguf beside the model. None if there is none or several. Raises ConfigError for one that
-    is named for another model, CheckpointError for one that is not there.
+    """The file with the vision part of a GGUF model: the one that a user named, or the only one
+    beside the model with "mmproj" in its name. None if there is none or several. Raises ConfigError
+    for one that is named for another model, CheckpointError for one that is not there.
     """
     model = find_gguf(checkpoint)
     if model is None:
@@ -91,7 +91,7 @@ def find_mmproj(checkpoint: str, named: str | Path | None) -> Path | None:
         if not path.is_file():
             raise CheckpointError(f"{path}: no such file")
         return path
-    beside = sorted(model.parent.glob("mmproj*.gguf"))
+    beside = sorted(path for path in model.parent.glob("*.gguf") if MMPROJ.search(path.name))
     if len(beside) > 1:
         logger.info("%s: %d mmproj files, --mmproj names one of them", model.parent, len(beside))
     return beside[0] if len(beside) == 1 else None

@@ -57,7 +57,8 @@ class Kind:
     def compute_dtype(self, dtype: str) -> str:
         """The dtype for transformers; packed weights do not name one."""
         if self.packing is not None and dtype == "auto" and self.config.dtype is None:
-            return "bfloat16"
+            of_text = self.config.get_text_config().dtype
+            return "bfloat16" if of_text is None else str(of_text).removeprefix("torch.")
         return dtype
 
 
@@ -184,8 +185,9 @@ def _class_of(checkpoint: str, config: Any, *, trust_remote_code: bool) -> Any:
     for mapping in (
         transformers.MODEL_FOR_CAUSAL_LM_MAPPING,
         transformers.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+        transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     ):
-        if type(config) in mapping:
+        if type(config) in mapping and mapping[type(config)].can_generate():
             return mapping[type(config)]
     hint = "\nhint: it brings its own code, run by `trust_remote_code`" if own_code else ""
     raise UnsupportedModelError(

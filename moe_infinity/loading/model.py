@@ -16,7 +16,6 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from math import prod
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -24,28 +23,25 @@ from typing import Any
 import torch
 import transformers
 from safetensors import SafetensorError
-from torch import Tensor, nn
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.utils import logging
 
 from moe_infinity.architectures.adapters import ExpertsModule
 from moe_infinity.checkpoint.config_limits import as_meant, few_modules
 from moe_infinity.checkpoint.file_names import checkpoint_files
-from moe_infinity.checkpoint.headers import STORED_NAMES, StoredTensor, read_headers
+from moe_infinity.checkpoint.headers import read_headers
 from moe_infinity.checkpoint.linear_experts import rules_of_linear_experts
 from moe_infinity.checkpoint.packed_plan import PackedDense, find_packed_dense, source_of
-from moe_infinity.checkpoint.packing import PackedTensor
 from moe_infinity.checkpoint.plan import Contents, Plan, contents_of, plan_experts, stored_bytes
 from moe_infinity.checkpoint.reader import Reader
 from moe_infinity.checkpoint.row_tables import Lookup, drop_half_tied, find_lookups, say_untied
 from moe_infinity.errors import CheckpointError
 from moe_infinity.gguf.names import weights_of
-from moe_infinity.kernels import uint8_memory
 from moe_infinity.layout import WeightLayout
 from moe_infinity.loading.kind import Kind, find_kind
+from moe_infinity.loading.stored_slice import StoredSlice
 
 CPU = torch.device("cpu")
-ALIGNMENT = 64  # bytes
 # What a model's class raises for values in its config that it cannot use.
 NO_MODEL = (
     ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError,
@@ -61,53 +57,6 @@ class LoadedModel:
     plan: Plan
     reader: Reader
     startup_bytes_read: int  # headers and dense weights
-
-
-class StoredSlice:
-    """A weight of the checkpoint, read and if need be unpacked when transformers indexes it. It has
-    the interface of a safetensors slice.
-    """
-
-    def __init__(
-        self,
-        weight: StoredTensor | PackedTensor,
-        reader: Reader,
-        dtype: torch.dtype,
-        on_read: Callable[[], None],
-    ) -> None:
-        self._weight = weight
-        self._reader = reader
-        self._dtype = dtype  # of what is unpacked
-        self._on_read = on_read
-
-    def __getitem__(self, index: Any) -> Tensor:
-        weight = self._weight
-        parts = {role: self._read(tensor) for role, tensor in weight.parts}
-        if not isinstance(weight, PackedTensor):
-            return parts[""][index]
-        if not weight.format.has_free_rows:
-            return weight.unpack(parts, self._dtype)[index]
-        unpacked = uint8_memory(prod(weight.shape) * self._dtype.itemsize)
-        whole = unpacked.view(self._dtype).view(weight.shape)
-        weight.unpack_rows(parts, whole)
-        return whole[index]
-
-    def _read(self, tensor: StoredTensor) -> Tensor:
-        # Where float32 lies, to 64 bytes, decides bits of products: as in stock's map of the file.
-        shift = tensor.extent.offset % ALIGNMENT & -4 if tensor.dtype == "float32" else 0
-        raw = uint8_memory(shift + tensor.extent.num_bytes)[shift:]
-        self._reader.read_into(tensor.extent, raw.numpy().data)
-        self._on_read()
-        stored = raw.view(getattr(torch, tensor.dtype)).view(tensor.shape)
-        return stored if tensor.undo is None else tensor.undo(stored)
-
-    def get_shape(self) -> list[int]:
-        return list(self._weight.shape)
-
-    def get_dtype(self) -> str:
-        if isinstance(self._weight, PackedTensor):
-            return STORED_NAMES[str(self._dtype).removeprefix("torch.")]
-        return self._weight.stored_dtype
 
 
 def load_without_experts(
@@ -166,7 +115,6 @@ def load_without_experts(
         if isinstance(error, NO_MODEL) and not hook.has_begun:
             raise _unbuildable(checkpoint, error) from error
         raise
-    model.__class__ = kind.model_class
     model.generation_config = _settled(kind.generation or model.generation_config)
     assert hook.plan is not None
     return LoadedModel(model, hook.plan, reader, hook.plan.header_bytes + reader.bytes_read)
@@ -216,6 +164,8 @@ class _LoadHook:
         self.lookups: list[Lookup] = []  # embeddings that are not loaded
         self._kind = kind
         self._dense_bytes = 0  # of the checkpoint
+        self._info: Any = None  # transformers' notes of what it loaded
+        self._adapter: tuple[str, dict[str, Any]] | None = None  # of PEFT, beside the model
         self._unties = False  # weights that were tied are of several modules now
         self._reader = reader
         self._prepare = prepare
@@ -227,8 +177,10 @@ class _LoadHook:
         """Report how many bytes of dense weights were read so far."""
         self._on_bytes(self._reader.bytes_read, self._dense_bytes)
 
-    def put_into(self, model: nn.Module) -> None:
-        """Give a loaded model the weights that stay packed, and those that stay on disk."""
+    def put_into(self, model: Any) -> None:
+        """Give a loaded model the weights that stay packed, those that stay on disk, and its own
+        class; with PEFT also the adapter that lies beside it.
+        """
         assert self.plan is not None
         may_be_mapped = self.plan.dense_in_page_cache > 0
         self.plan.dense_in_page_cache = 0
@@ -240,9 +192,15 @@ class _LoadHook:
             lookup.put_into(model, self._reader)
         if self._unties:
             say_untied(model)
+        model.__class__ = self._kind.model_class
+        if self._adapter is not None:
+            path, settings = self._adapter
+            model.load_adapter(path, **settings)
 
     def offloading_class(self) -> Any:
-        """The stock class with a load hook that leaves experts and packed linear layers on disk."""
+        """The stock class with a load hook that leaves experts and packed linear layers on disk. An
+        adapter waits until the model has all of its modules.
+        """
         stock_class = self._kind.model_class
 
         def _load_pretrained_model(
@@ -254,14 +212,21 @@ class _LoadHook:
             contents = _contents(self._kind, paths, model, load_config.weight_mapping or [])
             load_config = replace(load_config, weight_mapping=contents.rules)
             dense = self._dense(model, contents, load_config.dtype or torch.float32)
-            return stock_class._load_pretrained_model(
+            loaded = stock_class._load_pretrained_model(
                 model, dense, files, load_config, *args, **kwargs
             )
+            self._info = loaded[0]
+            return loaded
+
+        def load_adapter(model: Any, path: str, *, load_config: Any = None, **settings: Any) -> Any:
+            self._adapter = path, settings
+            return self._info
 
         attributes = {
             "__module__": stock_class.__module__,
             "__qualname__": stock_class.__qualname__,
             "_load_pretrained_model": staticmethod(_load_pretrained_model),
+            "load_adapter": load_adapter,
         }
         return type(stock_class.__name__, (stock_class,), attributes)
 

@@ -86,6 +86,7 @@ class Mover:
         self._begun: list[SharedLoads] = []  # those that may not be over
         # Loads that no layer has asked for yet, and the threads they were given to.
         self._ahead: dict[ExpertKey, ReadThreads] = {}
+        self._last_end = 0.0  # of a load, in the time of time.perf_counter()
         self.failed: set[ExpertKey] = set()  # loads ahead that failed
         self.load_s = 0.0  # moving average of the seconds of a prefetch; 0 before the first
 
@@ -134,6 +135,8 @@ class Mover:
         """Queue loads into slots that are not needed now. `on_end` is called as each of them ends,
         by the thread that read.
         """
+        if not self.num_preloading:
+            self._last_end = time.perf_counter()
         for key, slot_id in slot_ids.items():
             self._submit_ahead(self._preload_threads, self._read_giving_way, key, slot_id)
             self._loading[key].add_done_callback(lambda _: on_end())
@@ -142,6 +145,12 @@ class Mover:
     def num_preloading(self) -> int:
         """Loads of `preload` that no layer has asked for and that have not been entered."""
         return list(self._ahead.values()).count(self._preload_threads)
+
+    @property
+    def is_preload_late(self) -> bool:
+        """True if preloads are under way and no load has ended for long."""
+        late_s = time.perf_counter() - self._last_end
+        return self.num_preloading > 0 and late_s > LOAD_TIMEOUT_S
 
     def num_read(self, keys: Collection[ExpertKey]) -> int:
         """How many of these loads, which have just begun, read from disk."""
@@ -278,6 +287,7 @@ class Mover:
 
     def _end_load(self, key: ExpertKey) -> BaseException | None:
         """Enter in the table that the read of `key` ended; return its error if it failed."""
+        self._last_end = time.perf_counter()
         error = self._loading.pop(key).exception()
         if error is not None:
             self._table.cancel_load(key)

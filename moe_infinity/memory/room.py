@@ -13,6 +13,7 @@ import math
 from bisect import bisect
 from collections.abc import Iterator
 from contextlib import contextmanager
+from threading import RLock
 from typing import NamedTuple
 
 import numpy as np
@@ -102,6 +103,7 @@ class Room:
         layers. `needs` is None if steps compute in other memory, that of a GPU: then nothing here
         bounds them. `blocks`: those that layers may take of long prompts.
         """
+        self.deciding = RLock()  # held by the thread that decides about slots
         self.memory = memory
         self.needs = needs
         self._tier = tier
@@ -224,16 +226,17 @@ class Room:
         """Give back what the process has freed, and then slots, until so many bytes are free.
         Returns how many more there were before slots.
         """
-        self._trim_for(num_bytes)
-        spare = self.left() - num_bytes
-        num_slots = min(math.ceil(-spare / self._tier.slots.slot_bytes), self._num_movable)
-        slots = self._tier.slots
-        if num_slots > 0 and self._can_give_back and isinstance(slots, HostSlots):
-            slot_ids = self._tier.table.withdraw(num_slots)
-            slots.give_back(slot_ids)
-            given = format_bytes(len(slot_ids) * self._tier.slots.slot_bytes)
-            logger.info("%s of experts make room for keys, values and activations", given)
-        return spare
+        with self.deciding:  # not while the preloader takes a slot
+            self._trim_for(num_bytes)
+            spare = self.left() - num_bytes
+            num_slots = min(math.ceil(-spare / self._tier.slots.slot_bytes), self._num_movable)
+            slots = self._tier.slots
+            if num_slots > 0 and self._can_give_back and isinstance(slots, HostSlots):
+                slot_ids = self._tier.table.withdraw(num_slots)
+                slots.give_back(slot_ids)
+                given = format_bytes(len(slot_ids) * self._tier.slots.slot_bytes)
+                logger.info("%s of experts make room for keys, values and activations", given)
+            return spare
 
     @property
     def _num_movable(self) -> int:

@@ -57,7 +57,12 @@ class ReadThreads:
             if len(self._threads) < self._num_threads:
                 name = f"{self._name}_{len(self._threads)}"
                 thread = Thread(target=_run, args=(self._waiting,), name=name, daemon=True)
-                thread.start()
+                try:
+                    thread.start()
+                except RuntimeError:
+                    if not self._threads:
+                        raise
+                    return  # the system gives no more: those that there are do it
                 self._threads.append(thread)
 
     def end(self) -> list[Thread]:

@@ -55,12 +55,17 @@ class KeptPrompt:
 
 
 @contextmanager
-def kept_prompt(moe: Loaded, folder: str, size: str) -> Iterator[KeptPrompt]:
+def kept_prompt(moe: Loaded, folder: str, size: str) -> Iterator[KeptPrompt | None]:
     """Gives a prompt that is kept in a folder, whose files take at most `size`. At the end it waits
     a limited time until it is written. Raises UnsupportedModelError, ConfigError or
-    CheckpointError; an unusable folder is a warning.
+    CheckpointError; None, with a warning, for a folder that cannot be used.
     """
-    store = open_store(moe, folder, size)
+    try:
+        store = open_store(moe, folder, size)
+    except (OSError, RuntimeError) as error:
+        logger.warning("the prompt is not kept on disk: %s", error)
+        yield None
+        return
     passes = PromptPasses(moe, is_tried=not store.is_empty)
     room = moe.engine.room
     ends = moe.model.generation_config.eos_token_id

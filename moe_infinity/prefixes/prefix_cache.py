@@ -45,7 +45,7 @@ from moe_infinity.prefixes.prefix_tree import (
     up_to_state,
 )
 from moe_infinity.prefixes.prompt_store import PromptStore, StoreCounts
-from moe_infinity.prefixes.stored_prefixes import wanted_of
+from moe_infinity.prefixes.stored_prefixes import Wanted, wanted_of
 
 logger = logging.getLogger(__name__)
 PREFIX_SHARE = 0.1  # of the memory that is not taken by the model's dense weights
@@ -273,12 +273,19 @@ class PrefixCache:
     def _read_stored(self, store: PromptStore, root: Node, token_ids: Sequence[int]) -> None:
         """Put what the store has of these tokens into the tree."""
         path = known_path(root, token_ids)
-        wanted = wanted_of(
-            store, path, token_ids, has_states=self.has_states, most_bytes=self.num_bytes
-        )
-        files = wanted.files()
-        self._make_room(sum(store.size(file) or 0 for file in files))
-        found = store.read(files)
+
+        def look() -> tuple[Wanted, int]:
+            wanted = wanted_of(
+                store, path, token_ids, has_states=self.has_states, most_bytes=self.num_bytes
+            )
+            return wanted, sum(store.size(file) or 0 for file in wanted.files())
+
+        answer = store.ask(look)
+        if answer is None:
+            return
+        wanted, num_bytes = answer
+        self._make_room(num_bytes)
+        found = store.read(wanted.files())
         if not found or any(stored.parts != (self._bytes or found[0].parts) for stored in found):
             return
         self._bytes = found[0].parts

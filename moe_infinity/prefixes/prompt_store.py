@@ -22,7 +22,7 @@ import os
 import re
 import stat
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, Full, Queue
 from threading import Event, Thread
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import safetensors.numpy
@@ -61,8 +61,10 @@ CLOSE_S = 10.0
 FREE_BYTES = 1 << 30  # that others may still write to the disk
 MOST_FILE_BYTES = 4 << 30
 EMPTIED = 0.9  # of the size, once it is full
+LOOKS = 16  # at what others write there, while one server fills the size
 UNFINISHED_S = 3600.0  # after so long a partial file is nobody's
 Array = NDArray[Any]
+Answer = TypeVar("Answer")
 
 
 class Kept(Protocol):
@@ -110,14 +112,16 @@ class PromptStore:
         self._folder = folder / key
         self._num_bytes = num_bytes
         self._used_bytes = 0  # as far as is known
-        self._is_off = False
+        self._unseen_bytes = 0  # written since others' files were looked at
+        self._is_safe = False  # the folder is there, and its user's alone
+        self._is_slow = False
         self._said: set[str] = set()
         self._queue: Queue[tuple[dict[str, Kept], CacheBytes] | None] = Queue(MOST_WAITING)
         self._closing = Event()
         self._writer: Thread | None = None
         self._readers = ReadThreads(READ_THREADS, "moe-infinity-prompts")
         with self._explaining("opened"):
-            make_private_folder(self._folder, num_own=1)
+            self._require_safe()
             self._look_around(self._num_bytes)
 
     # for the engine's thread
@@ -131,8 +135,8 @@ class PromptStore:
             return True
 
     def size(self, file: str) -> int | None:
-        """The bytes of a file, which may still be of no use; None if there is none."""
-        if self._is_off:
+        """The bytes of a file, which may still be of no use; None if there is none. For `ask`."""
+        if self._is_slow or not self._is_safe:
             return None
         try:
             return os.stat(self._folder / file, follow_symlinks=False).st_size
@@ -141,44 +145,70 @@ class PromptStore:
 
     def read(self, files: Sequence[str]) -> list[Stored]:
         """Return the contents of these files, up to the first that is missing, damaged or not read
-        in time.
+        in time. A damaged one is deleted; what else goes wrong may be right the next time.
         """
         give_up_at = time.monotonic() + READ_S
         tasks = [_Reading(self._folder / file) for file in files]
-        for task in tasks:
-            self._readers.submit(task.run, task.future)
         found: list[Stored] = []
-        is_whole = True
-        for task in tasks:
-            try:
-                task.future.result(max(give_up_at - time.monotonic(), 0.0))
-            except futures.TimeoutError:  # of Python 3.10 not the built-in one
-                self._is_off = not found
-                what = "is not used any more" if self._is_off else "gives a part"
-                self._say("slow", f"reading took more than {READ_S:g} s: it {what}")
-                break
-            except (OSError, Damaged) as error:
-                self._forget(task.path, error)
-                is_whole = False
-            if is_whole and task.stored is not None:
-                found.append(task.stored)
+        try:
+            for task in tasks:
+                self._readers.submit(task.run, task.future)
+            for task in tasks:
+                if not self._is_in_time(task.future, give_up_at, has_part=len(found) > 0):
+                    break
+                found.append(task.contents())
+        except FileNotFoundError:  # another server has deleted it
+            pass
+        except Damaged as error:
+            self._say("damaged", f"{task.path.name} is not used: {error}")
+            with suppress(OSError):
+                task.path.unlink()
+        except (OSError, MemoryError, RuntimeError) as error:
+            self._say("read", f"cannot be read: {error!r}")
         for task in tasks:
             task.future.cancel()
         self.counts.read_bytes += sum(stored.data.nbytes for stored in found)
         return found
 
+    def ask(self, look: Callable[[], Answer]) -> Answer | None:
+        """Return what `look` finds in the folder; None if that is not known in time."""
+        found: list[Answer] = []
+        future: Future[None] = Future()
+        try:
+            self._readers.submit(lambda: found.append(look()), future)
+            if self._is_in_time(future, time.monotonic() + READ_S, has_part=False):
+                future.result()
+        except RuntimeError as error:  # no thread can be started
+            self._say("read", f"cannot be read: {error!r}")
+        return found[0] if found else None
+
+    def _is_in_time(self, future: Future[None], give_up_at: float, *, has_part: bool) -> bool:
+        """Wait for a thread that reads. A folder that gives nothing in time is not used any
+        more.
+        """
+        if futures.wait([future], max(give_up_at - time.monotonic(), 0.0)).done:
+            return True
+        future.cancel()
+        self._is_slow = not has_part
+        what = "gives a part" if has_part else "is not used any more"
+        self._say("slow", f"reading took more than {READ_S:g} s: it {what}")
+        return False
+
     def keep(self, wanted: dict[str, Kept], parts: CacheBytes) -> None:
         """Write by file name what is not there yet, first to last, in the background. What is there
         counts as used now. What is dropped from memory meanwhile is left out.
         """
-        if self._is_off:
+        if self._is_slow:
             return
         if self._writer is None:
             turns = (self._write_next, "the prompt store")
-            self._writer = Thread(
-                target=keep_running, args=turns, name="moe-infinity-store", daemon=True
-            )
-            self._writer.start()
+            writer = Thread(target=keep_running, args=turns, name="moe-infinity-store", daemon=True)
+            try:
+                writer.start()
+            except RuntimeError as error:
+                self._say("written", f"cannot be written: {error}")
+                return
+            self._writer = writer
         with suppress(Full):  # the next turn offers it again
             self._queue.put_nowait((wanted, parts))
 
@@ -208,8 +238,7 @@ class PromptStore:
 
     def _write_those(self, wanted: dict[str, Kept], parts: CacheBytes) -> None:
         """The last counts as used first, so that nothing is deleted before what is behind it."""
-        if not self._folder.is_dir():
-            make_private_folder(self._folder, num_own=1)
+        self._require_safe()
         now_ns = time.time_ns()
         for number, (file, kept) in enumerate(wanted.items()):
             times = (now_ns - 1000 * number,) * 2
@@ -234,12 +263,15 @@ class PromptStore:
             with suppress(OSError):
                 partial.unlink(missing_ok=True)
         self._used_bytes += len(data)
+        self._unseen_bytes += len(data)
         self.counts.written_bytes += len(data)
 
     def _require_room(self, num_bytes: int) -> None:
         """Delete what was used least recently if there is no room. Raises OSError if there is none
-        then.
+        then. Others write there, too.
         """
+        if self._unseen_bytes > self._num_bytes // LOOKS:
+            self._look_around(self._num_bytes)
         if self._used_bytes + num_bytes > self._most_bytes():
             self._look_around(int(EMPTIED * self._most_bytes()) - num_bytes)
             if self._used_bytes + num_bytes > self._most_bytes():
@@ -254,7 +286,7 @@ class PromptStore:
     def _look_around(self, most_bytes: int) -> None:
         """Find out what all files take, and delete what was used least recently beyond that."""
         files = sorted(self._files(), reverse=True)
-        self._used_bytes = 0
+        self._used_bytes = self._unseen_bytes = 0
         for used_s, num_bytes, path in files:
             is_left = PARTIAL_NAME.fullmatch(path.name) and time.time() - used_s > UNFINISHED_S
             if is_left or self._used_bytes + num_bytes > most_bytes:
@@ -276,19 +308,18 @@ class PromptStore:
 
     # what goes wrong
 
+    def _require_safe(self) -> None:
+        """Raise OSError unless the folder is there, or can be made, and is its user's alone."""
+        self._is_safe = False
+        make_private_folder(self._folder, num_own=1)
+        self._is_safe = True
+
     @contextmanager
     def _explaining(self, what: str) -> Iterator[None]:
         try:
             yield
         except OSError as error:
             self._say(what, f"cannot be {what}: {error}")
-
-    def _forget(self, path: Path, error: Exception) -> None:
-        """Delete a file that is of no use."""
-        if not isinstance(error, FileNotFoundError):
-            self._say("damaged", f"{path.name} is not used: {error}")
-            with suppress(OSError):
-                path.unlink()
 
     def _say(self, kind: str, what: str) -> None:
         """Warn once of each kind."""
@@ -303,17 +334,23 @@ class _Reading:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.future: Future[None] = Future()
-        self.stored: Stored | None = None
+        self._stored: Stored | None = None
+
+    def contents(self) -> Stored:
+        """Return what was read. Raises what `run` raised."""
+        self.future.result()
+        assert self._stored is not None
+        return self._stored
 
     def run(self) -> None:
-        """Raises OSError or Damaged."""
+        """Raises OSError, Damaged or MemoryError."""
         with os.fdopen(open_no_link(self.path), "rb") as opened:
             found = os.fstat(opened.fileno())
             is_ours = stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid()
             if not is_ours or found.st_mode & 0o077 or found.st_size > MOST_FILE_BYTES:
                 raise Damaged("it is no file of this user alone")
             data = opened.read()
-        self.stored = contents(self.path.name, data)
+        self._stored = contents(self.path.name, data)
 
 
 def file_bytes(name: str, stored: Stored) -> bytes:

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from moe_infinity.checkpoint.signature import digest_of
 from moe_infinity.errors import CheckpointError, ConfigError, OutputError
@@ -28,6 +28,7 @@ from moe_infinity.experts import Ints
 from moe_infinity.output import DAMAGED, read_arrays, whole_file, why_unwritable
 from moe_infinity.prefixes.cache_bytes import Block, CacheBytes
 from moe_infinity.prefixes.loaded import Loaded
+from moe_infinity.prefixes.prefix_cache import FILLING_COPIES
 from moe_infinity.prefixes.prefix_tree import BLOCK
 from moe_infinity.prefixes.prompt_passes import PromptPasses, one_prompt
 from moe_infinity.prefixes.prompt_store import checksum_of
@@ -54,7 +55,7 @@ class Prefix:
     _experts_TLK: Ints | None  # None: layers choose different numbers
     _passes: PromptPasses
     _model: weakref.ref[Any]  # the `MoE` that computes with it
-    _digest: str  # of its weights
+    _weights: str  # what it was like
 
     @property
     def num_bytes(self) -> int:
@@ -69,7 +70,7 @@ class Prefix:
         """
         if self._model() is not moe:
             raise ConfigError("this prefix was loaded by another model: each loads its own")
-        if digest_of(moe.model) != self._digest:
+        if _weights_of(moe.model) != self._weights:
             raise ConfigError(
                 "the model's weights are not those that this prefix was computed with\n"
                 "hint: save it anew, with the adapter or the change"
@@ -85,6 +86,7 @@ class Prefix:
             return {}
         cache = self._passes.empty_cache()
         blocks = self._blocks[: -(-num_known // BLOCK)]
+        moe.engine.room.keep_free(FILLING_COPIES * sum(block.data.nbytes for block in blocks))
         self._parts.fill(cache, blocks, self._state, moe.model.device, num_tokens=num_known)
         experts_TLK = self._experts_TLK
         self._passes.begin(
@@ -127,6 +129,7 @@ def save_prefix(moe: Loaded, path: str | Path, prompt: Prompt) -> Prefix:
     prefix = _computed(moe, passes, token_ids)
     try:
         with whole_file(file, is_private=True) as opened:
+            moe.engine.room.keep_free(prefix.num_bytes)  # blocks are put together
             arrays: dict[str, Any] = _arrays_of(prefix, identity_of(moe))  # Any: for savez
             np.savez(opened, **arrays)
     except OSError as error:
@@ -138,9 +141,12 @@ def load_prefix(moe: Loaded, path: str | Path) -> Prefix:
     """Read the file of a prefix; see `MoE.load_prefix`."""
     file = expanded(path)
     try:
+        moe.engine.room.keep_free(2 * file.stat().st_size)  # arrays may take half of what is free
         arrays = read_arrays(file, expected=NAMES)
     except FileNotFoundError as error:
         raise CheckpointError(f"{file}: there is no such file") from error
+    except MemoryError as error:
+        raise CheckpointError(f"{file}: there is too little memory for it: {error}") from error
     except DAMAGED as error:
         raise CheckpointError(f"{file} is no prefix, or it is damaged: {error}") from error
     if not np.array_equal(arrays.pop("checksum"), checksum_of("", arrays)):
@@ -175,8 +181,14 @@ def _prefix_of(moe: Loaded, arrays: Mapping[str, Array]) -> Prefix:
     state = torch.from_numpy(arrays["state"]) if parts.states else None
     experts_TLK = arrays.get("experts")
     passes = PromptPasses(moe, is_tried=True)
-    digest = digest_of(moe.model)
-    return Prefix(token_ids, blocks, state, parts, experts_TLK, passes, weakref.ref(moe), digest)
+    weights = _weights_of(moe.model)
+    return Prefix(token_ids, blocks, state, parts, experts_TLK, passes, weakref.ref(moe), weights)
+
+
+def _weights_of(model: nn.Module) -> str:
+    """Some values of all weights, and how often each was changed in place."""
+    changes = [0 if p.is_inference() else p._version for p in model.parameters()]
+    return f"{digest_of(model)} {changes}"
 
 
 def ids_of(moe: Loaded, prompt: Prompt) -> list[int]:
@@ -210,6 +222,7 @@ def _computed(moe: Loaded, passes: PromptPasses, token_ids: list[int]) -> Prefix
             experts.append(passes.compute(cache, token_ids, start, end))
             parts = CacheBytes.of(cache)
             num_new = end - start
+            moe.engine.room.keep_free(FILLING_COPIES * num_new * parts.token_bytes)
             for size, num_blocks in ((BLOCK, num_new // BLOCK), (num_new % BLOCK, 1)):
                 behind = num_new if size == BLOCK else size
                 blocks += parts.blocks(cache, 0, behind=behind, size=size, num_blocks=num_blocks)
@@ -223,7 +236,7 @@ def _computed(moe: Loaded, passes: PromptPasses, token_ids: list[int]) -> Prefix
         np.concatenate(known) if len(known) == len(experts) else None,
         passes,
         weakref.ref(moe),
-        digest_of(moe.model),
+        _weights_of(moe.model),
     )
 
 

@@ -34,8 +34,9 @@ def open_store(moe: Loaded, folder: str | None, size: str) -> PromptStore:
     all models there may take. Raises OSError, CheckpointError, ConfigError for a size, and
     RuntimeError where a user has no home folder.
     """
-    path = platformdirs.user_cache_path("moe-infinity") / "prompts"
-    if folder is not None:
+    if folder is None:
+        path = platformdirs.user_cache_path("moe-infinity") / "prompts"
+    else:
         path = expanded(folder).absolute()
     key = key_of(moe)
     free_bytes = shutil.disk_usage(nearest_folder(path)).free

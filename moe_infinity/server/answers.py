@@ -271,6 +271,10 @@ class ChatAnswer(TextAnswer):
         role = {"delta": {"role": "assistant", "content": ""}}
         return [self._chunk(index, role, Output()) for index in range(len(self._choices))]
 
+    def life_chunk(self) -> str:
+        """A chunk without text: some clients count the comments that come between."""
+        return self._chunk(0, self.no_delta, Output())
+
     def _finish_reason(self, index: int) -> str | None:
         finish = super()._finish_reason(index)
         has_calls = bool(self._messages[index].message.calls)

@@ -27,6 +27,7 @@ from moe_infinity.server.answers import ChatAnswer, EmbeddingsAnswer
 from moe_infinity.server.anthropic import AnthropicErrorBody, MessagesAnswer
 from moe_infinity.server.anthropic_body import CountTokensBody, MessagesBody
 from moe_infinity.server.backend import Backend
+from moe_infinity.server.bodies import BodyRoom
 from moe_infinity.server.chat import ChatBody, TokenizeBody
 from moe_infinity.server.config import LOOPBACK, ServeConfig
 from moe_infinity.server.engine import Engine
@@ -98,6 +99,7 @@ def create_app(
         max_body=config.max_body,
         metrics=Metrics(moe, engine),
         preparation=Preparation(),
+        room=BodyRoom(config.max_body),
     )
     backend = Backend(moe, engine, config, guard, is_forwarded=is_forwarded)
     # What is named may come to another replica.

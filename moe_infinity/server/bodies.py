@@ -6,9 +6,11 @@ parts --> bytes, within limits of size and time --> JSON, few items --> fields, 
 from __future__ import annotations
 
 import asyncio
+import math
 import re
 from collections import Counter
 from collections.abc import AsyncGenerator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -41,14 +43,19 @@ STRING = re.compile(rb'"[^"]*"')  # one that knew escapes would try again at eac
 class BodyRoom:
     """The memory that bodies have, together and of each client."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_body: int = limits.BODY.most) -> None:
+        """`max_body`: the bytes of the largest body, which has room in any case."""
         self._used: Counter[str] = Counter()
+        of_one = limits.BODIES_OF_ONE
+        self._of_one = replace(of_one, most=max(of_one.most, max_body))
+        of_all = limits.BODIES
+        self._of_all = replace(of_all, most=max(of_all.most, 2 * max_body))
 
     def take(self, client: str, num_bytes: int) -> None:
         """Raises Refused (429) where there is no room."""
         self._used[client] += num_bytes
-        require_within(limits.BODIES_OF_ONE, self._used[client])
-        require_within(limits.BODIES, self._used.total())
+        require_within(self._of_one, self._used[client])
+        require_within(self._of_all, self._used.total())
 
     def give_back(self, client: str, num_bytes: int) -> None:
         self._used[client] -= num_bytes
@@ -120,7 +127,7 @@ class JsonRequest(HttpRequest):
         return read() if len(data) <= SMALL else await self._preparation.run(self, read)
 
     def end(self) -> None:
-        """Give back the room of the body."""
+        """Give back the room of the body, once nothing of it is prepared any more."""
         self._room.give_back(self.state.client, self._num_bytes)
         if self._num_bytes > LARGE:
             self._preparation.return_memory_soon()
@@ -136,9 +143,11 @@ def read_json(data: bytes, kind: type[BaseModel] | None, deployment: str | None 
     data = data.removeprefix(BYTE_ORDER_MARK)
     require_within(limits.ITEMS, num_items(data))
     try:
-        value = from_json(without_lone_surrogates(data))
+        value = from_json(without_lone_surrogates(data), allow_inf_nan=False)
     except ValueError as error:
         raise BadRequest(f"the body is not JSON: {error}") from error
+    if _has_infinite(value):
+        raise BadRequest("the body has a number that is too large for 64 bits")
     if isinstance(value, dict):
         # Clients without such an argument, as those in JavaScript, send it as it is.
         more = value.get("extra_body")
@@ -150,6 +159,20 @@ def read_json(data: bytes, kind: type[BaseModel] | None, deployment: str | None 
         return kind.model_validate(value)
     except ValidationError as error:
         raise refused_by(wrong_fields(error)) from error
+
+
+def _has_infinite(value: Any) -> bool:
+    """Return True for JSON with a number like 1e999, which no answer could repeat."""
+    waiting = [value]
+    while waiting:
+        each = waiting.pop()
+        if isinstance(each, dict):
+            waiting.extend(each.values())
+        elif isinstance(each, list):
+            waiting.extend(each)
+        elif isinstance(each, float) and math.isinf(each):
+            return True
+    return False
 
 
 def without_lone_surrogates(data: bytes) -> bytes:

@@ -113,8 +113,8 @@ class Exchange:
                         first = []
                     elif first:
                         continue
-                    elif not chunks and time.monotonic() - said_s >= LIFE_PERIOD_S:
-                        chunks = [self._answer.life_chunk()]
+                    if not any(chunks) and time.monotonic() - said_s >= LIFE_PERIOD_S:
+                        chunks = [self._answer.life_chunk()]  # also while a call is written
                     for chunk in filter(None, chunks):
                         said_s = time.monotonic()
                         yield chunk

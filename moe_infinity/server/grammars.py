@@ -92,6 +92,7 @@ def json_part(schema: Any, param: str) -> GrammarPart:
     """JSON that a schema allows. Raises BadRequest for a schema that is no object."""
     if not isinstance(schema, dict):
         raise BadRequest("a JSON schema must be an object", param=param)
+    require_within(limits.SCHEMA, len(json.dumps(schema)), param)
     # Of a `oneOf` whose alternatives overlap, a value that fits two is let through.
     options = {"x-guidance": {"whitespace_pattern": WHITESPACE, "coerce_one_of": True}}
     return GrammarPart({"json_schema": for_grammar(schema, schema) | options}, param)
@@ -334,7 +335,10 @@ def _plain_argument(lark: Lark, around: tuple[str, str], key: str, schema: Any, 
 
 def _string(lark: Lark, behind: str, schema: dict[str, Any], tool: Tool) -> str:
     """An expression for a string without quotes, and what is behind it."""
-    if unknown := {"pattern", "not"} & schema.keys():
+    unknown = {"pattern", "not"} & schema.keys()
+    if "format" in schema:  # no more is seen to than to that
+        unknown.discard("pattern")
+    if unknown:
         message = f"not for strings in calls of this model: {min(unknown)}"
         raise BadRequest(message, param=tool.param)
     if not {"minLength", "maxLength"} & schema.keys():

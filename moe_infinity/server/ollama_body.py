@@ -16,7 +16,7 @@ from moe_infinity.server.protocol import CompletionBody
 from moe_infinity.server.refusals import BadRequest, wrong_fields
 
 Parsed = TypeVar("Parsed", bound=BaseModel)
-NO_TIME = re.compile(r"-?(0+(\.0+)?(ns|us|µs|ms|s|m|h)?)+")
+NO_TIME = re.compile(r"-?(0+(\.0+)?(ns|us|µs|ms|s|m|h))+|-?0+(\.0+)?")
 
 
 class OllamaBody(BoundedBody):

@@ -55,6 +55,8 @@ class Refused(HTTPException):
             message = f"{message[:MOST_SHOWN]} ..."
         super().__init__(status, message, headers)
         self.error = ErrorObject(message=message, **fields)
+        if self.error.param is not None:
+            self.error.param = self.error.param[:MOST_SHOWN]
 
     def response(self) -> JSONResponse:
         body = ErrorBody(error=self.error).model_dump()

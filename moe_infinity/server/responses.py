@@ -6,6 +6,7 @@ numbers.
 
 from __future__ import annotations
 
+import json
 import uuid
 from collections.abc import Sequence
 from typing import Any
@@ -47,6 +48,7 @@ class ResponseAnswer(ChatAnswer):
         self._id = f"resp_{uuid.uuid4().hex}"
         self._item_id = f"msg_{uuid.uuid4().hex}"
         self._num_events = 0
+        self._in_progress = ""  # the answer before its end, as JSON, once it was wanted
         self._has_begun_message = False  # in the stream
 
     def body(self) -> dict[str, Any]:
@@ -78,8 +80,12 @@ class ResponseAnswer(ChatAnswer):
         ]
 
     def life_chunk(self) -> str:
-        """The only event that has no effect."""
-        return self._named("response.in_progress", response=self._response("in_progress"))
+        """The only event that has no effect. It repeats the request, which may be long."""
+        kind = "response.in_progress"
+        self._in_progress = self._in_progress or json.dumps(self._response("in_progress"))
+        head = sse({"type": kind, "sequence_number": self._num_events}, kind).removesuffix("}\n\n")
+        self._num_events += 1
+        return f'{head}, "response": {self._in_progress}}}\n\n'
 
     def chunk(self, index: int, output: Output) -> str:
         text = self._new[index].content
@@ -143,13 +149,17 @@ class ResponseAnswer(ChatAnswer):
         ]
 
     def error_chunk(self, refused: Refused) -> str:
-        """The event that ends a stream with an error.
+        """The events that end a stream with an error: some clients know only the first, some only
+        the second.
 
-        The fields are flat, as documented, and nested, as clients need them to raise an error.
+        The fields of that are flat, as documented, and nested, as clients need them to raise an
+        error.
         """
         error = refused.error.model_dump()
         flat = {name: error[name] for name in ("code", "message", "param")}
-        return self._named("error", **flat, error=error)
+        said = {"code": error["code"] or error["type"], "message": error["message"]}
+        failed = self._named("response.failed", response=self._response("failed", error=said))
+        return failed + self._named("error", **flat, error=error)
 
     @property
     def _status(self) -> str:

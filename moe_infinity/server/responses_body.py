@@ -380,5 +380,5 @@ class ResponsesBody(ReasoningFields, SampledBody):
             "tools": [tool.echoed() for tool in self.tools or () if tool.left_out() is None],
             "top_logprobs": self.top_logprobs or 0,
             "truncation": "disabled",
-            "user": self.user,
+            "user": self.user if isinstance(self.user, str) else None,
         }

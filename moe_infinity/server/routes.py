@@ -56,7 +56,8 @@ class Paths:
         """Return the path of a route, or a path without one as it is."""
         path = re.sub("/+", "/", path).rstrip("/") or "/"
         bare = AZURE.sub("", path, count=1) if AZURE.match(path) else path
-        for start in (bare, IN_FRONT.sub("", bare, count=1)):
+        in_front = IN_FRONT.match(bare)
+        for start in (bare, bare[in_front.end() :] if in_front else bare):
             for each in (start, f"/v1{start}", start.removeprefix("/v1")):
                 if any(pattern.match(each) for pattern in self._patterns):
                     return each

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -31,6 +32,8 @@ WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
 # The same of keywords without another.
 OF_ANOTHER = {"then": "if", "else": "if", "minContains": "contains", "maxContains": "contains"}
 EVALUATING = ("$ref", "allOf", "anyOf", "oneOf", "if")  # may name further properties
+MOST_LOOKED_AT = 256  # schemas that a union may lead to; one with more may be anything
+LOOKS_AROUND = re.compile(r"\(\?<?[=!]")  # which no regular language does
 
 
 def alternatives_of(schema: Any, root: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -40,7 +43,11 @@ def alternatives_of(schema: Any, root: Mapping[str, Any]) -> list[dict[str, Any]
     found: list[dict[str, Any]] = []
     seen: set[str] = set()
     waiting = deque([schema])
+    num_looked_at = 0
     while waiting:
+        num_looked_at += 1
+        if num_looked_at + len(waiting) > MOST_LOOKED_AT:
+            return [{}]
         each = waiting.popleft()
         if not isinstance(each, dict):
             found.append({})
@@ -49,7 +56,7 @@ def alternatives_of(schema: Any, root: Mapping[str, Any]) -> list[dict[str, Any]
                 waiting.append(_definition(reference, root))
             seen.add(reference)
         elif options := _options(each):
-            waiting.extend(options)
+            waiting.extend(options[:MOST_LOOKED_AT])
         else:
             kinds = each.get("type")
             found += (
@@ -92,8 +99,9 @@ def with_plain_types(tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def for_grammar(schema: Any, root: Mapping[str, Any]) -> Any:
-    """Return a schema as grammars take it: without formats that they have not, without keywords
-    that are null, and with a `oneOf` of which no value fits two. `root` has the definitions.
+    """Return a schema as grammars take it: without formats that they have not, without patterns of
+    a format that look around, without keywords that are null, and with a `oneOf` of which no value
+    fits two. `root` has the definitions.
     """
     if isinstance(schema, list):
         return [for_grammar(each, root) for each in schema]
@@ -116,6 +124,8 @@ def _says_nothing(key: str, value: Any, schema: Mapping[str, Any]) -> bool:
     """Return whether a keyword of a schema, or its value, allows what is allowed without it."""
     if key == "format":
         return value not in FORMATS
+    if key == "pattern" and schema.get("format") in FORMATS:  # as zod writes them
+        return isinstance(value, str) and LOOKS_AROUND.search(value) is not None
     if key == "if":
         return "then" not in schema and "else" not in schema
     is_absent = value is None and key != "const"

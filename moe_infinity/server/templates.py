@@ -117,6 +117,7 @@ class ChatTemplate:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._tried: dict[str, Forms] = {}  # template -> what was found by trying it
+        self._words: dict[str, frozenset[str]] = {}  # template -> all that may be a variable
 
     @property
     def is_there(self) -> bool:
@@ -125,7 +126,9 @@ class ChatTemplate:
     def has_variable(self, name: str) -> bool:
         """Return True if the template names such a variable."""
         template = str(self._tokenizer.chat_template)
-        return re.search(rf"\b{re.escape(name)}\b", template) is not None
+        if template not in self._words:
+            self._words = {template: frozenset(re.findall(r"\w+", template))}
+        return name in self._words[template]
 
     def text(
         self,
@@ -163,7 +166,7 @@ class ChatTemplate:
         return text if text.endswith(said) else text + said[len(said.rstrip()) :]
 
     def forms(self) -> Forms:
-        """The forms that the template takes, which are found once."""
+        """The forms that the template takes, which are found once. Raises TemplateTooSlow."""
         template = str(self._tokenizer.chat_template)
         if template not in self._tried:
             self._tried = {template: TemplateTrial(self._tokenizer).forms}
@@ -190,7 +193,7 @@ class TemplateTrial:
     """Finds the forms that a template takes, by rendering."""
 
     def __init__(self, tokenizer: Any) -> None:
-        self._rendering = Rendering(tokenizer)
+        self._tokenizer = tokenizer
 
     @property
     def forms(self) -> Forms:
@@ -213,9 +216,10 @@ class TemplateTrial:
     def _render(self, messages: Messages, forms: Forms, **options: Any) -> str | None:
         """Return the text; None if the template raises."""
         try:
-            return self._rendering.text(
-                shaped(messages, forms), add_generation_prompt=True, **options
-            )
+            rendering = Rendering(self._tokenizer)
+            return rendering.text(shaped(messages, forms), add_generation_prompt=True, **options)
+        except TemplateTooSlow:  # that says nothing about the template
+            raise
         except TemplateRaised:
             return None
 

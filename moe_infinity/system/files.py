@@ -154,7 +154,11 @@ def _refuse_shared(folder: Path, found: os.stat_result, *, sticky_is_safe: bool)
 
 def nearest_folder(path: Path) -> Path:
     """The folder itself if it exists, or the nearest one above it that does."""
-    return next(folder for folder in (path, *path.absolute().parents) if folder.is_dir())
+    for folder in (path, *path.absolute().parents):
+        with suppress(OSError):  # before Python 3.14 of folders that this user may not enter
+            if folder.is_dir():
+                return folder
+    return Path(path.absolute().anchor)
 
 
 def sync_names(folder: Path) -> None:

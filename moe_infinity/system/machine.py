@@ -192,11 +192,13 @@ def _groups(controller: str) -> Iterator[Path]:
 
 
 def _limit_bytes(folder: Path) -> int | None:
-    for name in ("memory.max", "memory.limit_in_bytes"):
-        text = _text(folder / name)
-        if text.isdigit() and int(text) < 1 << 60:  # v1 writes a huge number for "no limit"
-            return int(text)
-    return None
+    """Above `memory.high` a program is not ended, but hardly goes on."""
+    texts = [
+        _text(folder / name) for name in ("memory.max", "memory.high", "memory.limit_in_bytes")
+    ]
+    limits = [int(text) for text in texts if text.isdigit()]
+    # Version 1 writes a huge number for "no limit".
+    return min((limit for limit in limits if limit < 1 << 60), default=None)
 
 
 def _used_bytes(folder: Path) -> int:

@@ -4,6 +4,7 @@ the package peft, see CONTRIBUTING.md.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,9 @@ import transformers
 from torch import Tensor
 
 from moe_infinity import MoE, UnsupportedModelError
+from moe_infinity.architectures.model_parts import PackedLinear
 from tests.architectures.test_decoder_layers import TOKENS, logits_of, saved
+from tests.quantized_checkpoints import build
 
 peft = pytest.importorskip("peft")
 pytestmark = [
@@ -95,6 +98,8 @@ def test_every_step_has_the_adapter(case, host_memory, tmp_path):
 
 
 def test_adapters_of_transformers_itself(tmp_path):
+    integration = importlib.import_module("transformers.integrations.peft")
+    pytest.importorskip("peft", minversion=getattr(integration, "MIN_PEFT_VERSION", "0"))
     folder = saved("Mixtral", tmp_path)
     stock = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
     with MoE(folder, host_memory="50%") as moe:
@@ -102,6 +107,32 @@ def test_adapters_of_transformers_itself(tmp_path):
             torch.manual_seed(0)
             model.add_adapter(peft.LoraConfig(target_modules=ATTENTION, **RANDOM))
             model.eval()
+        assert_close(steps(moe.model), steps(stock))
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_layers_that_stay_packed_take_adapters(exact, tmp_path):
+    folder = build("fp8", tmp_path / "model")
+    with MoE(folder, exact=exact, dtype="float32") as moe:
+        packed = [module for module in moe.model.modules() if isinstance(module, PackedLinear)]
+        assert len(packed) > 0 or exact
+        plain = steps(moe.model)
+        adapter = adapted(moe.model, peft.LoraConfig(target_modules=ATTENTION, **RANDOM))
+        names = [name for name, _ in adapter.named_parameters() if "lora_A" in name]
+        assert len(names) == len(ATTENTION) * moe.model.config.num_hidden_layers
+        found = steps(adapter)
+        assert (found - plain).abs().max() > 1e-2 * plain.abs().max()
+        with adapter.disable_adapter():
+            assert_close(steps(adapter), plain)
+
+
+def test_an_adapter_in_the_folder_of_a_model_is_loaded_with_it(tmp_path):
+    folder = saved("Mixtral", tmp_path / "model")
+    stock = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
+    adapted(stock, peft.LoraConfig(target_modules=ATTENTION, **RANDOM)).save_pretrained(folder)
+    stock = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
+    with MoE(folder, host_memory="50%") as moe:
+        assert any("lora_A" in name for name, _ in moe.model.named_parameters())
         assert_close(steps(moe.model), steps(stock))
 
 

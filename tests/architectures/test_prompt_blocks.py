@@ -214,6 +214,26 @@ def test_a_mask_that_looks_ahead_is_not_cut(moe):
     assert moe.engine._blocks._num_cut == num_cut + 4, "those of the second, without such a mask"
 
 
+def test_a_mask_is_looked_at_again_when_blocks_become_shorter(moe, monkeypatch):
+    """The tokens of an image lie within a long block, and over the end of a short one."""
+    mask = torch.ones(1, 1, 200, 200, dtype=torch.bool).tril()
+    mask[:, :, 20:80, 20:80] = True
+    monkeypatch.setattr(room_module, "BLOCK_SIZES", (200,))
+    expected = logits_of(moe, IDS, [200], attention_mask=mask)
+    monkeypatch.setattr(room_module, "BLOCK_SIZES", (100,))
+    blocks = moe.engine._blocks
+    run_layer = moe.engine.path.run_layer
+
+    def run_and_shorten(*args: Any) -> Any:
+        blocks.most = 50
+        return run_layer(*args)
+
+    monkeypatch.setattr(moe.engine.path, "run_layer", run_and_shorten)
+    num_cut = blocks._num_cut
+    assert distance(logits_of(moe, IDS, [200], attention_mask=mask), expected) < TOLERANCE
+    assert blocks._num_cut > num_cut, "at least the first layer"
+
+
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float32, torch.bfloat16])
 def test_masks_that_show_a_token_of_a_later_block_are_noticed(dtype):
     blocks = prompt_blocks._blocks(200, BLOCK)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from moe_infinity import UnsupportedModelError
 from moe_infinity.formats.methods import find_format
 
 
@@ -33,6 +34,7 @@ def in_blocks(block: Any) -> dict[str, Any]:
             {"quant_method": "compressed-tensors", "config_groups": {}},
         ),
         (in_blocks("128x128"), in_blocks([128, 128])),
+        (in_blocks([128, 128]) | {"transform_config": {}}, in_blocks([128, 128])),
     ],
 )
 def test_other_ways_to_say_the_same_are_taken(config, usual):
@@ -42,3 +44,10 @@ def test_other_ways_to_say_the_same_are_taken(config, usual):
     for each, other in zip(found, expected, strict=True):
         if each.kind == "fp8":
             assert each.measure(shapes) == other.measure(shapes)
+
+
+def test_weights_that_were_rotated_for_rotated_inputs_are_refused():
+    rotation = {"type": "hadamard", "apply": [{"targets": ["down_proj"], "location": "input"}]}
+    config = in_blocks([128, 128]) | {"transform_config": {"config_groups": {"R4": rotation}}}
+    with pytest.raises(UnsupportedModelError, match="transform_config"):
+        find_format(config)

@@ -41,6 +41,7 @@ from moe_infinity.kernels.cpu.shared_expert import SharedExpert, input_function
 from moe_infinity.kernels.cpu.steps import KernelArguments, arguments_for, loop_for
 from moe_infinity.kernels.cpu.vectors import LANES
 from moe_infinity.kernels.cpu.work import BIASES
+from moe_infinity.kernels.kv_rows import SCALE_BYTES
 from moe_infinity.kernels.reference import FUNCTIONS
 from moe_infinity.layout import KINDS, PackedWeight
 from moe_infinity.system.machine import yield_address
@@ -184,6 +185,7 @@ class DecoderKernel:
         self._shared = shared  # its last product
         self.key_arguments = NO_KEYS
         self.cache_kind = ""
+        self.cache_rows = (0, 0, 0)  # heads, and the numbers of a key and a value of one
         if isinstance(layer, LinearAttention):
             own = self._of_linear_attention(layer)
         else:
@@ -244,6 +246,8 @@ class DecoderKernel:
         if keys is None:
             raise ValueError("keys that kernels do not read")
         self.cache_kind = keys.kind
+        more = SCALE_BYTES if self.packing else 0
+        self.cache_rows = layer.num_groups, width + more, layer.value_width + more
         self.key_arguments = arguments_for(keys, (1, width), (1, width), 1)
         if self.packing:
             self.key_arguments = row_arguments(keys, width)
