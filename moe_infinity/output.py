@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 import zipfile
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -69,16 +69,25 @@ def write_arrays(path: Path, arrays: Mapping[str, Any], *, what: str) -> None:
         ) from error
 
 
-def read_arrays(path: Path, *, expected: set[str]) -> dict[str, NDArray[Any]]:
+def read_arrays(
+    path: Path, *, expected: set[str], make_room: Callable[[int], object] = lambda num_bytes: None
+) -> dict[str, NDArray[Any]]:
     """All arrays of a file that has at least the expected ones. Names and sizes are looked at
-    before contents. Raises one of DAMAGED.
+    before contents; then `make_room` is asked for the memory that has to be free. Raises one of
+    DAMAGED.
     """
+    from moe_infinity.system.machine import available_memory_bytes  # needs psutil
+
     with path.open("rb") as stream:
-        names = _names_in(stream)
+        names, num_bytes = _names_in(stream)
         if not expected <= names:
             found = printable(sorted(names), MOST_SHOWN)
             wanted = " and ".join(sorted(expected))
             raise ValueError(f"arrays {found}, expected at least {wanted}")
+        make_room(2 * min(num_bytes, os.fstat(stream.fileno()).st_size))
+        most = available_memory_bytes() // 2
+        if num_bytes > most:
+            raise MemoryError(f"arrays of {num_bytes} bytes, and there is memory for {most}")
         stream.seek(0)
         file = np.load(stream, allow_pickle=False)
         arrays = {name: file[name] for name in file.files}
@@ -87,17 +96,13 @@ def read_arrays(path: Path, *, expected: set[str]) -> dict[str, NDArray[Any]]:
     return arrays
 
 
-def _names_in(stream: BinaryIO) -> set[str]:
-    """The names of the arrays in an archive. Raises ValueError for what is not one of ours."""
-    from moe_infinity.system.machine import available_memory_bytes  # needs psutil
-
+def _names_in(stream: BinaryIO) -> tuple[set[str], int]:
+    """The names of the arrays in an archive, and their bytes together. Raises ValueError for what
+    is not one of ours.
+    """
     with zipfile.ZipFile(stream) as archive:
         entries = archive.infolist()
     names = [entry.filename.removesuffix(".npy") for entry in entries]
     if len(names) > MOST_ARRAYS or len(set(names)) < len(names):
         raise ValueError(f"{len(names)} arrays, expected at most {MOST_ARRAYS} of different names")
-    num_bytes = sum(entry.file_size for entry in entries)
-    most = available_memory_bytes() // 2
-    if num_bytes > most:
-        raise MemoryError(f"arrays of {num_bytes} bytes, and there is memory for {most}")
-    return set(names)
+    return set(names), sum(entry.file_size for entry in entries)

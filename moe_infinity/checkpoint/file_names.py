@@ -15,9 +15,10 @@ from moe_infinity.system.files import expanded
 WHOLE = ("model.safetensors", "pytorch_model.bin")  # the order in which transformers looks
 INDEX = "{}.index.json"
 PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
-# Words in the names of GGUF files that are no models of text.
+# Words in the names of GGUF files that are no models of text. Models that were quantized with an
+# importance matrix say so, too, beside their type.
 MMPROJ = re.compile(r"(^|[._-])mmproj[._-]", re.IGNORECASE)
-IMATRIX = re.compile(r"(^|[._-])imatrix[._-]", re.IGNORECASE)
+IMATRIX = re.compile(r"^imatrix[._-]|^(?!.*[._-]I?Q\d).*[._-]imatrix\.gguf$", re.IGNORECASE)
 
 
 def shards_of(index: Path) -> list[str]:

@@ -29,7 +29,7 @@ from moe_infinity.kernels.unpack import BLOCKS
 VERSIONS = (2, 3)
 MAX_HEADER_BYTES = 1 << 28  # vocabularies of 300,000 tokens take 20 MB
 MAX_DIMS = 4
-MAX_ITEMS = 4_000_000  # of an array; vocabularies have some 300,000
+MAX_ITEMS = 4_000_000  # of an array, or tensors; vocabularies have some 300,000
 ALIGNMENT = 32  # where the metadata does not say otherwise
 SCALARS = {  # by the number of the type: how struct calls it
     0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q",
@@ -263,7 +263,7 @@ class HeaderReader:
     def _count(self, bytes_each: int, of: str) -> int:
         count: int = self._number("<Q")
         if count > MAX_ITEMS:
-            self._refuse(f"an array of {count} {of}, expected at most {MAX_ITEMS}")
+            self._refuse(f"a header of {count} {of}, expected at most {MAX_ITEMS}")
         if count * bytes_each > self._left:
             self._refuse(
                 f"a header of {count} {of}, more than the file has room for\n"

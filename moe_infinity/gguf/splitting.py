@@ -18,8 +18,8 @@ UP_TO_3_DIGITS = r"\p{N}{1,3}"
 # Groups of three, counted from the right. Only the first looks ahead to the end of the number: if
 # each did, time would grow by the square of its length.
 THOUSANDS = r"(?<!\p{N})\p{N}{1,2}(?=(?:\p{N}{3})+(?!\p{N}))|\p{N}{1,3}"
-# The same, counted from where a word ends: digits before a letter are cut from the left.
-THOUSANDS_OF_WORDS = r"(?<!\d)\d{1,2}(?=(?:\d{3})+\b)"
+# The same of numbers that end with a word; digits before a letter are cut from the left.
+THOUSANDS_OF_WORDS = r"(?<!\d)\d++\b", r"(?<!\d)\d{1,2}(?=(?:\d{3})+\b)"
 
 
 def _words(digits: str, *, start: str = f"{CONTRACTION}|", letter: str = r"\p{L}") -> str:
@@ -114,7 +114,7 @@ _BY_NAMES = {
     "gpt-4o llama4 kanana2 talkie": replace(_GPT4O, ignores_merges=True),
     "minimax-m2": _GPT4O,
     "granite-embed-multi-97m": replace(_GPT4O, ignores_merges=True),
-    "tiny_aya cohere2moe": Splitting((THOUSANDS_OF_WORDS, *_GPT4O.patterns)),
+    "tiny_aya cohere2moe": Splitting((*THOUSANDS_OF_WORDS, *_GPT4O.patterns)),
     "tekken": Splitting((_cased(DIGIT, end=""),), ignores_merges=True, adds_bos=True),
     "kimi-k2": Splitting((
         r"[\p{Han}]+|" + _cased(UP_TO_3_DIGITS, but=r"&&[^\p{Han}]", ends=r"\r\n"),

@@ -15,13 +15,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from itertools import repeat
 from typing import Any
 
 import transformers
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from moe_infinity.checkpoint.tokenizer_limits import check_tokenizer_json
+from moe_infinity.checkpoint.tokenizer_limits import MAX_VALUES, check_tokenizer_json
 from moe_infinity.errors import CheckpointError, MoEInfinityError, UnsupportedModelError
 from moe_infinity.gguf.file import WITH_CONFIG, GgufModel
 from moe_infinity.gguf.splitting import SPLITTINGS, WITHOUT_NAME, Splitting
@@ -61,7 +62,8 @@ def tokenizer_of(gguf: GgufModel) -> Any:
         )
     try:
         made = _made(gguf, original)
-        made.encode(TRIED)  # some of what is wrong shows only here
+        with suppress(Exception):  # of a text that it has no tokens for
+            made.encode(TRIED)  # some panics come only here
         return made
     except (MoEInfinityError, KeyboardInterrupt, SystemExit):
         raise
@@ -102,6 +104,8 @@ def _original_of(gguf: GgufModel) -> Made | None:
     if content is None:
         return None
     try:
+        if content.count(",") > MAX_VALUES:
+            raise ValueError(f"it has more than {MAX_VALUES} values")
         check_tokenizer_json(ORIGINAL, json.loads(content))
         found = Tokenizer.from_str(content)
         found.no_padding()

@@ -72,7 +72,9 @@ class Vocabulary:
         """
         has_kinds = any(kind != TokenKind.NORMAL for kind in self.kinds)
         is_normal = self.kinds[token_id] == TokenKind.NORMAL
-        return has_kinds and is_normal and MARK.fullmatch(self.tokens[token_id]) is None
+        text = self.tokens[token_id]
+        is_mark = text in NAMES_OF_ENDS or MARK.fullmatch(text) is not None
+        return has_kinds and is_normal and not is_mark
 
     def ends(self) -> list[int]:
         """The ids of tokens after which an answer is over, eos first."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from moe_infinity.errors import CheckpointError
 from moe_infinity.prefixes.loaded import Loaded
 from moe_infinity.prefixes.prefix_cache import LEAST_TOKENS, PREFIX_SHARE, PrefixCache
 from moe_infinity.prefixes.prompt_passes import PromptPasses, one_prompt
@@ -60,10 +61,14 @@ def kept_prompt(moe: Loaded, folder: str, size: str) -> Iterator[KeptPrompt | No
     a limited time until it is written. Raises UnsupportedModelError, ConfigError or
     CheckpointError; None, with a warning, for a folder that cannot be used.
     """
+    store = None
     try:
         store = open_store(moe, folder, size)
+    except CheckpointError:
+        raise
     except (OSError, RuntimeError) as error:
         logger.warning("the prompt is not kept on disk: %s", error)
+    if store is None:
         yield None
         return
     passes = PromptPasses(moe, is_tried=not store.is_empty)

@@ -16,7 +16,6 @@ would have saved.
 from __future__ import annotations
 
 import errno
-import hashlib
 import logging
 import os
 import re
@@ -30,23 +29,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, Full, Queue
 from threading import Event, Thread
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
-import numpy as np
-import safetensors.numpy
-import torch
-from numpy.typing import NDArray
-from safetensors import SafetensorError
 from torch import Tensor
 
 from moe_infinity.memory import threads
 from moe_infinity.memory.threads import ReadThreads
 from moe_infinity.prefixes.cache_bytes import CacheBytes
+from moe_infinity.prefixes.stored_file import Array, Damaged, Stored, file_bytes, read_file
 from moe_infinity.system.files import (
     create_new,
     make_private_folder,
     name_beside,
-    open_no_link,
 )
 from moe_infinity.system.threads import keep_running
 
@@ -56,14 +50,12 @@ FILE_NAME = re.compile(r"[0-9a-f]{40}\.(block|state)")
 PARTIAL_NAME = re.compile(r"\.[0-9a-f]{40}\.(block|state)\.[0-9a-f]{16}\.partial")
 MOST_WAITING = 64  # prompts and answers that are to be written
 READ_THREADS = 2
-READ_S = 10.0  # for all that one prompt begins with
+READ_S = 10.0  # for what one prompt begins with: names, and then contents
 CLOSE_S = 10.0
 FREE_BYTES = 1 << 30  # that others may still write to the disk
-MOST_FILE_BYTES = 4 << 30
 EMPTIED = 0.9  # of the size, once it is full
 LOOKS = 16  # at what others write there, while one server fills the size
 UNFINISHED_S = 3600.0  # after so long a partial file is nobody's
-Array = NDArray[Any]
 Answer = TypeVar("Answer")
 
 
@@ -79,14 +71,6 @@ class Kept(Protocol):
         """The experts that the tokens of a block activated."""
 
 
-class Stored(NamedTuple):
-    """A block or a state that was read."""
-
-    data: Tensor  # uint8
-    experts: Array | None
-    parts: CacheBytes
-
-
 @dataclass(slots=True)
 class StoreCounts:
     """Counts of one store, since it was opened."""
@@ -95,10 +79,6 @@ class StoreCounts:
     tokens: int = 0  # of these prompts, that came from it
     read_bytes: int = 0
     written_bytes: int = 0
-
-
-class Damaged(Exception):
-    """A file is not what its name says."""
 
 
 class PromptStore:
@@ -129,10 +109,11 @@ class PromptStore:
     @property
     def is_empty(self) -> bool:
         """True if nothing was kept for this model and arithmetic."""
-        try:
-            return not any(FILE_NAME.fullmatch(name) for name in os.listdir(self._folder))
-        except OSError:
+        if not self._is_safe:
             return True
+        with suppress(OSError):
+            return not any(FILE_NAME.fullmatch(name) for name in os.listdir(self._folder))
+        return True
 
     def size(self, file: str) -> int | None:
         """The bytes of a file, which may still be of no use; None if there is none. For `ask`."""
@@ -150,14 +131,26 @@ class PromptStore:
         give_up_at = time.monotonic() + READ_S
         tasks = [_Reading(self._folder / file) for file in files]
         found: list[Stored] = []
+        is_whole = True
+        for task in tasks:
+            self._begin(task.run, task.future)
+        for task in tasks:
+            if not self._is_in_time(task.future, give_up_at, has_part=len(found) > 0):
+                break
+            stored = self._outcome(task)
+            is_whole = is_whole and stored is not None
+            if is_whole and stored is not None:
+                found.append(stored)
+        for task in tasks:
+            task.future.cancel()
+        self.counts.read_bytes += sum(stored.data.nbytes for stored in found)
+        return found
+
+    def _outcome(self, task: _Reading) -> Stored | None:
+        """Return what a file has; None if it is of no use now. A damaged one is deleted."""
         try:
-            for task in tasks:
-                self._readers.submit(task.run, task.future)
-            for task in tasks:
-                if not self._is_in_time(task.future, give_up_at, has_part=len(found) > 0):
-                    break
-                found.append(task.contents())
-        except FileNotFoundError:  # another server has deleted it
+            return task.contents()
+        except (FileNotFoundError, futures.CancelledError):  # another server has deleted it
             pass
         except Damaged as error:
             self._say("damaged", f"{task.path.name} is not used: {error}")
@@ -165,28 +158,32 @@ class PromptStore:
                 task.path.unlink()
         except (OSError, MemoryError, RuntimeError) as error:
             self._say("read", f"cannot be read: {error!r}")
-        for task in tasks:
-            task.future.cancel()
-        self.counts.read_bytes += sum(stored.data.nbytes for stored in found)
-        return found
+        return None
 
     def ask(self, look: Callable[[], Answer]) -> Answer | None:
         """Return what `look` finds in the folder; None if that is not known in time."""
         found: list[Answer] = []
         future: Future[None] = Future()
-        try:
-            self._readers.submit(lambda: found.append(look()), future)
-            if self._is_in_time(future, time.monotonic() + READ_S, has_part=False):
+        self._begin(lambda: found.append(look()), future)
+        if self._is_in_time(future, time.monotonic() + READ_S, has_part=False):
+            with suppress(futures.CancelledError):
                 future.result()
-        except RuntimeError as error:  # no thread can be started
-            self._say("read", f"cannot be read: {error!r}")
         return found[0] if found else None
+
+    def _begin(self, work: Callable[[], None], future: Future[None]) -> None:
+        """Let a thread do what reads; the future is cancelled if there is none."""
+        try:
+            self._readers.submit(work, future)
+        except RuntimeError as error:
+            self._say("read", f"cannot be read: {error!r}")
+            future.cancel()
 
     def _is_in_time(self, future: Future[None], give_up_at: float, *, has_part: bool) -> bool:
         """Wait for a thread that reads. A folder that gives nothing in time is not used any
         more.
         """
-        if futures.wait([future], max(give_up_at - time.monotonic(), 0.0)).done:
+        left_s = max(give_up_at - time.monotonic(), 0.0)
+        if future.cancelled() or futures.wait([future], left_s).done:
             return True
         future.cancel()
         self._is_slow = not has_part
@@ -310,8 +307,11 @@ class PromptStore:
 
     def _require_safe(self) -> None:
         """Raise OSError unless the folder is there, or can be made, and is its user's alone."""
-        self._is_safe = False
-        make_private_folder(self._folder, num_own=1)
+        try:
+            make_private_folder(self._folder, num_own=1)
+        except OSError:
+            self._is_safe = False
+            raise
         self._is_safe = True
 
     @contextmanager
@@ -344,44 +344,4 @@ class _Reading:
 
     def run(self) -> None:
         """Raises OSError, Damaged or MemoryError."""
-        with os.fdopen(open_no_link(self.path), "rb") as opened:
-            found = os.fstat(opened.fileno())
-            is_ours = stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid()
-            if not is_ours or found.st_mode & 0o077 or found.st_size > MOST_FILE_BYTES:
-                raise Damaged("it is no file of this user alone")
-            data = opened.read()
-        self._stored = contents(self.path.name, data)
-
-
-def file_bytes(name: str, stored: Stored) -> bytes:
-    """A file of this name, as bytes."""
-    arrays = {"data": stored.data.numpy(), "parts": _array(stored.parts.text().encode())}
-    if stored.experts is not None:
-        arrays["experts"] = np.ascontiguousarray(stored.experts)
-    return safetensors.numpy.save(arrays | {"checksum": checksum_of(name, arrays)})
-
-
-def contents(name: str, data: bytes) -> Stored:
-    """Return what a file of this name has. Raises Damaged."""
-    try:
-        arrays = safetensors.numpy.load(data)
-        checksum = arrays.pop("checksum")
-        if not np.array_equal(checksum, checksum_of(name, arrays)):
-            raise Damaged("its checksum is wrong")
-        parts = CacheBytes.read(arrays["parts"].tobytes().decode())
-        return Stored(torch.from_numpy(arrays["data"]), arrays.get("experts"), parts)
-    except (SafetensorError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise Damaged(f"it is not one that the server has written: {error!r}") from error
-
-
-def _array(data: bytes) -> Array:
-    return np.frombuffer(data, dtype=np.uint8)
-
-
-def checksum_of(name: str, arrays: dict[str, Array]) -> Array:
-    """The checksum of the name and all arrays, whatever their order."""
-    digest = hashlib.sha256(name.encode())
-    for key, array in sorted(arrays.items()):
-        digest.update(f"{key} {array.dtype} {array.shape}".encode())
-        digest.update(array.data if array.size else b"")
-    return _array(digest.digest())
+        self._stored = read_file(self.path)

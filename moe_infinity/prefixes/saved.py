@@ -31,8 +31,8 @@ from moe_infinity.prefixes.loaded import Loaded
 from moe_infinity.prefixes.prefix_cache import FILLING_COPIES
 from moe_infinity.prefixes.prefix_tree import BLOCK
 from moe_infinity.prefixes.prompt_passes import PromptPasses, one_prompt
-from moe_infinity.prefixes.prompt_store import checksum_of
 from moe_infinity.prefixes.store_key import identity_of
+from moe_infinity.prefixes.stored_file import checksum_of
 from moe_infinity.system.files import expanded
 
 logger = logging.getLogger(__name__)
@@ -141,8 +141,7 @@ def load_prefix(moe: Loaded, path: str | Path) -> Prefix:
     """Read the file of a prefix; see `MoE.load_prefix`."""
     file = expanded(path)
     try:
-        moe.engine.room.keep_free(2 * file.stat().st_size)  # arrays may take half of what is free
-        arrays = read_arrays(file, expected=NAMES)
+        arrays = read_arrays(file, expected=NAMES, make_room=moe.engine.room.keep_free)
     except FileNotFoundError as error:
         raise CheckpointError(f"{file}: there is no such file") from error
     except MemoryError as error:

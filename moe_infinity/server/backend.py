@@ -150,7 +150,9 @@ class Backend:
         exchange = Exchange(self.engine, self._guard, answer, request)
         running = await self.prepared(request, lambda: exchange.running(requests))
         try:
-            exchange.submit(running)
+            # Others embed a thousand texts in one request. They keep nothing while they wait.
+            is_embedding = requests[0].pooling is not None
+            exchange.submit(running, self._config.max_queue if is_embedding else None)
         except ConfigError as error:
             raise BadRequest(str(error), param=many) from error
         return exchange

@@ -92,11 +92,11 @@ class JsonRequest(HttpRequest):
         Received bytes count, so a wrong Content-Length does not help a client.
         """
         async for part in super().stream():
-            self._num_bytes += len(part)
-            self._room.take(self.state.client, len(part))
-            if self._num_bytes > self._max_bytes:
+            if self._num_bytes + len(part) > self._max_bytes:
                 message = f"the body is larger than {self._max_bytes} bytes"
                 raise Refused(limits.BODY.status, message, code="body_too_large")
+            self._num_bytes += len(part)
+            self._room.take(self.state.client, len(part))
             yield part
 
     async def body(self) -> bytes:
@@ -147,7 +147,7 @@ def read_json(data: bytes, kind: type[BaseModel] | None, deployment: str | None 
     except ValueError as error:
         raise BadRequest(f"the body is not JSON: {error}") from error
     if _has_infinite(value):
-        raise BadRequest("the body has a number that is too large for 64 bits")
+        raise BadRequest("the body has a number beyond 1.8e308")
     if isinstance(value, dict):
         # Clients without such an argument, as those in JavaScript, send it as it is.
         more = value.get("extra_body")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import deque
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 from functools import partial
@@ -23,7 +24,7 @@ from moe_infinity.server.pauses import LIFE_PERIOD_S, with_pauses
 from moe_infinity.server.preparation import GONE, gone
 from moe_infinity.server.refusals import Refused
 from moe_infinity.server.routes import Guard
-from moe_infinity.server.sequences import Output, Request, Running
+from moe_infinity.server.sequences import Output, QueueFull, Request, Running
 
 logger = logging.getLogger(__name__)
 PROGRESS_PERIOD_S = 0.25  # between two looks at how far a prompt is
@@ -45,6 +46,7 @@ class Exchange:
         self._began = time.monotonic()
         self._said: dict[int, int] = {}  # tokens of each prompt that were read
         self._running: list[Running] = []
+        self._later: deque[Running] = deque()  # of these, those that wait here
 
     def running(self, requests: Sequence[Request]) -> list[Running]:
         """Return sequences that are to be submitted, from any thread."""
@@ -53,10 +55,27 @@ class Exchange:
             for choice, each in enumerate(requests)
         ]
 
-    def submit(self, running: list[Running]) -> None:
-        """Queue the sequences. Raises what `Engine.submit` raises."""
-        self._engine.submit(running)
+    def submit(self, running: list[Running], at_once: int | None = None) -> None:
+        """Queue the sequences, or so many of them, and the others one by one as these end. Raises
+        what `Engine.submit` raises.
+        """
+        first = running[:at_once]
+        self._engine.submit(first)
         self._running = running
+        self._later.extend(running[len(first) :])
+
+    def _submit_next(self, num_open: int) -> None:
+        """Queue one of those that wait here. While other requests of the client fill the queue, it
+        waits for the next end of one of its own. Raises QueueFull if there is none.
+        """
+        if not self._later:
+            return
+        try:
+            self._engine.submit([self._later[0]])
+            self._later.popleft()
+        except QueueFull:
+            if num_open == len(self._later):
+                raise
 
     def _deliver(self, choice: int, output: Output) -> None:
         """Put an output into the queue, from any thread."""
@@ -159,6 +178,8 @@ class Exchange:
                     self._guard.metrics.ttft_s.observe(time.monotonic() - self._began)
                 num_open -= output.is_last
                 self._answer.add(choice, output)
+                if output.is_last:
+                    self._submit_next(num_open)
                 yield choice, output
             outcome = "done"
         finally:

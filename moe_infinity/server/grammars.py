@@ -20,7 +20,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 from moe_infinity.server import limits
 from moe_infinity.server.formats import THINK, AnswerForm, CallForm
 from moe_infinity.server.refusals import BadRequest, require_within
-from moe_infinity.server.schemas import alternatives_of, for_grammar
+from moe_infinity.server.schemas import FORMATS, alternatives_of, for_grammar
 
 # Without `verbose_errors` a message has no state of the parser.
 LIMITS = LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
@@ -103,6 +103,7 @@ class Lark:
 
     def __init__(self, special_ids: dict[str, int]) -> None:
         self.parts: list[GrammarPart] = []
+        self._num_characters = 0  # of these
         self._special_ids = special_ids
         self._rules: list[str] = []
 
@@ -126,6 +127,9 @@ class Lark:
         return f"{lazy} {self.literal(''.join(rest))}"
 
     def add(self, part: GrammarPart) -> str:
+        """Return an expression for a part. Raises Refused if all are too long."""
+        self._num_characters += len(json.dumps(part.grammar))
+        require_within(limits.SCHEMA, self._num_characters, part.param)
         self.parts.append(part)
         return f"@part_{len(self.parts) - 1}"
 
@@ -336,7 +340,7 @@ def _plain_argument(lark: Lark, around: tuple[str, str], key: str, schema: Any, 
 def _string(lark: Lark, behind: str, schema: dict[str, Any], tool: Tool) -> str:
     """An expression for a string without quotes, and what is behind it."""
     unknown = {"pattern", "not"} & schema.keys()
-    if "format" in schema:  # no more is seen to than to that
+    if schema.get("format") in FORMATS:  # to which no more is seen here
         unknown.discard("pattern")
     if unknown:
         message = f"not for strings in calls of this model: {min(unknown)}"

@@ -17,6 +17,7 @@ from moe_infinity.server.refusals import BadRequest, wrong_fields
 
 Parsed = TypeVar("Parsed", bound=BaseModel)
 NO_TIME = re.compile(r"-?(0+(\.0+)?(ns|us|µs|ms|s|m|h))+|-?0+(\.0+)?")
+MOST_OF_TIME = 64  # characters
 
 
 class OllamaBody(BoundedBody):
@@ -75,7 +76,8 @@ class OllamaGenerationBody(OllamaBody):
 
     @property
     def wants_unload(self) -> bool:
-        return NO_TIME.fullmatch(str(self.keep_alive)) is not None
+        text = str(self.keep_alive)
+        return len(text) <= MOST_OF_TIME and NO_TIME.fullmatch(text) is not None
 
     def generation_fields(self) -> dict[str, Any]:
         """The fields of a request of OpenAI's. Raises BadRequest."""

@@ -33,7 +33,7 @@ from moe_infinity.server.grammars import (
     tools_of,
 )
 from moe_infinity.server.image_reader import ImageReader
-from moe_infinity.server.limits import LISTED
+from moe_infinity.server.limits import LISTED, PROMPTS
 from moe_infinity.server.messages import MessageFormat
 from moe_infinity.server.protocol import (
     CompletionBody,
@@ -87,7 +87,7 @@ class PromptReader:
         self._tokens = TextTokens(moe.tokenizer, self.max_context)
         if self._template.is_there:
             # It takes a second, which the first conversation need not wait for.
-            threading.Thread(target=self._template.forms, daemon=True).start()
+            threading.Thread(target=self._template.try_out, daemon=True).start()
 
     @property
     def takes_images(self) -> bool:
@@ -118,7 +118,7 @@ class PromptReader:
         if body.dimensions not in (None, width := self._text_config.hidden_size):
             message = f"embeddings of this model have {width} dimensions"
             raise BadRequest(message, param="dimensions")
-        everything = self._all_ids(body.input, "input")
+        everything = self._all_ids(body.input, "input", most=PROMPTS.most)
         for ids in everything:
             self._fitting(ids, 0, "input")
         return [
@@ -221,13 +221,19 @@ class PromptReader:
         return text
 
     def _all_ids(
-        self, prompts: Prompts, param: str, *, has_special: bool = True
+        self,
+        prompts: Prompts,
+        param: str,
+        *,
+        has_special: bool = True,
+        most: int | None = None,  # None: as many as may wait
     ) -> list[list[int]]:
         if not prompts:
             raise BadRequest(f"there is no {param}", param=param)
         each = each_of(prompts)
-        if len(each) > self._max_prompts:
-            message = f"{len(each)} sequences, at most {self._max_prompts} may wait"
+        most = self._max_prompts if most is None else most
+        if len(each) > most:
+            message = f"{len(each)} sequences, at most {most} may wait"
             raise BadRequest(message, param=param)
         return [self._ids_of(prompt, param, has_special) for prompt in each]
 

@@ -9,7 +9,7 @@ import re
 from abc import abstractmethod
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
 from moe_infinity.server.field_tables import problem_of
 from moe_infinity.server.fields import KEEPS_EMPTY, Body, Items, RequestBody, whole
@@ -42,12 +42,11 @@ Encoding = Literal["float", "base64"]  # of a vector
 MixedPrompt = Items[TokenId | str]
 
 
-def few_prompts(prompts: Any) -> Any:
+def few_prompts(prompts: Any, info: ValidationInfo) -> Any:
     """Return prompts as they are. Raises Refused for too many; token ids of one are no prompts."""
     if isinstance(prompts, list):
-        require_within(
-            PROMPTS, sum(not isinstance(each, int | float) for each in prompts), "prompt"
-        )
+        num_prompts = sum(not isinstance(each, int | float) for each in prompts)
+        require_within(PROMPTS, num_prompts, info.field_name)
     return prompts
 
 

@@ -157,7 +157,7 @@ class ResponseAnswer(ChatAnswer):
         """
         error = refused.error.model_dump()
         flat = {name: error[name] for name in ("code", "message", "param")}
-        said = {"code": error["code"] or error["type"], "message": error["message"]}
+        said = {"code": "server_error", "message": error["message"]}
         failed = self._named("response.failed", response=self._response("failed", error=said))
         return failed + self._named("error", **flat, error=error)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -33,21 +34,26 @@ WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
 OF_ANOTHER = {"then": "if", "else": "if", "minContains": "contains", "maxContains": "contains"}
 EVALUATING = ("$ref", "allOf", "anyOf", "oneOf", "if")  # may name further properties
 MOST_LOOKED_AT = 256  # schemas that a union may lead to; one with more may be anything
-LOOKS_AROUND = re.compile(r"\(\?<?[=!]")  # which no regular language does
+MOST_OF_REFERENCE = 1000  # characters; a longer one leads to nothing
+MOST_NAMED = 512 << 10  # characters of the properties that are made of a list of names
+LOOKS_AROUND = re.compile(r"(?<!\\)\(\?<?[=!]")  # which no regular language does
 
 
-def alternatives_of(schema: Any, root: Mapping[str, Any]) -> list[dict[str, Any]]:
+def alternatives_of(
+    schema: Any, root: Mapping[str, Any], most: int = MOST_LOOKED_AT
+) -> list[dict[str, Any]]:
     """Return the schemas of which a value has to fit one: what references lead to, `anyOf`,
-    `oneOf`, an `allOf` of one, and each of several types. `root` has the definitions.
+    `oneOf`, an `allOf` of one, and each of several types. `root` has the definitions. With more
+    than `most` a value may be anything.
     """
     found: list[dict[str, Any]] = []
     seen: set[str] = set()
     waiting = deque([schema])
     num_looked_at = 0
     while waiting:
-        num_looked_at += 1
-        if num_looked_at + len(waiting) > MOST_LOOKED_AT:
+        if len(found) + len(waiting) > most or num_looked_at > MOST_LOOKED_AT:
             return [{}]
+        num_looked_at += 1
         each = waiting.popleft()
         if not isinstance(each, dict):
             found.append({})
@@ -56,7 +62,7 @@ def alternatives_of(schema: Any, root: Mapping[str, Any]) -> list[dict[str, Any]
                 waiting.append(_definition(reference, root))
             seen.add(reference)
         elif options := _options(each):
-            waiting.extend(options[:MOST_LOOKED_AT])
+            waiting.extend(options[: most + 1])
         else:
             kinds = each.get("type")
             found += (
@@ -122,16 +128,15 @@ def for_grammar(schema: Any, root: Mapping[str, Any]) -> Any:
 
 def _says_nothing(key: str, value: Any, schema: Mapping[str, Any]) -> bool:
     """Return whether a keyword of a schema, or its value, allows what is allowed without it."""
+    if value is None and key != "const":
+        return True
     if key == "format":
         return value not in FORMATS
     if key == "pattern" and schema.get("format") in FORMATS:  # as zod writes them
         return isinstance(value, str) and LOOKS_AROUND.search(value) is not None
     if key == "if":
         return "then" not in schema and "else" not in schema
-    is_absent = value is None and key != "const"
-    return (
-        is_absent or value in WITHOUT_EFFECT.get(key, ()) or OF_ANOTHER.get(key, key) not in schema
-    )
+    return value in WITHOUT_EFFECT.get(key, ()) or OF_ANOTHER.get(key, key) not in schema
 
 
 def _is_text(value: Any) -> bool:
@@ -151,7 +156,11 @@ def _with_names(schema: dict[str, Any]) -> dict[str, Any]:
         return made
     value = made.get("additionalProperties", {})
     match {key: rule for key, rule in names.items() if key != "type"}:
-        case {"enum": [*listed], **others} if not others and all(map(_is_text, listed)):
+        case {"enum": [*listed], **others} if (
+            not others
+            and all(map(_is_text, listed))
+            and len(listed) * len(json.dumps(value)) <= MOST_NAMED
+        ):
             made["properties"] = dict.fromkeys(listed, value)
         case {"pattern": str(pattern), **others} if not others:
             made["patternProperties"] = {pattern: value}
@@ -175,7 +184,7 @@ def _different(options: Sequence[Any], root: Mapping[str, Any]) -> str | None:
     """Return the name of a property that is another constant string in each of these schemas."""
     found = []
     for option in options:
-        alternatives = alternatives_of(option, root)
+        alternatives = alternatives_of(option, root, most=1)
         properties = alternatives[0].get("properties") if len(alternatives) == 1 else None
         known = properties.items() if isinstance(properties, dict) else ()
         values = {name: each.get("const") for name, each in known if isinstance(each, dict)}
@@ -197,7 +206,7 @@ def _options(schema: Mapping[str, Any]) -> list[Any]:
 
 def _definition(reference: str, root: Mapping[str, Any]) -> Any:
     """Return what a reference such as #/$defs/city leads to; None if there is nothing."""
-    found: Any = root
-    for name in reference.removeprefix("#/").split("/"):
+    found: Any = root if len(reference) <= MOST_OF_REFERENCE else None
+    for name in reference[:MOST_OF_REFERENCE].removeprefix("#/").split("/"):
         found = found.get(name) if isinstance(found, dict) else None
     return found

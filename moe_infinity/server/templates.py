@@ -13,6 +13,7 @@ import logging
 import re
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import combinations, product
 from types import MappingProxyType
@@ -164,6 +165,11 @@ class ChatTemplate:
             return text
         said: str = messages[-1]["content"]
         return text if text.endswith(said) else text + said[len(said.rstrip()) :]
+
+    def try_out(self) -> None:
+        """Find the forms before they are asked for. One that takes too long is tried again then."""
+        with suppress(TemplateTooSlow):
+            self.forms()
 
     def forms(self) -> Forms:
         """The forms that the template takes, which are found once. Raises TemplateTooSlow."""

@@ -90,11 +90,15 @@ LIES = {
     "version 1": header(MODEL, [], version=1),
     "version 9": header(MODEL, [], version=9),
     "big-endian": b"GGUF" + struct.pack(">IQQ", 3, 0, 0),
-    "more than the file has room for": header(MODEL, [], counts=(1 << 40, 1)),
-    "entries of metadata, more": header(MODEL, [], counts=(0, 1 << 63)),
+    "more than the file has room for": header(MODEL, [], counts=(1 << 20, 1)),
+    "entries of metadata, more": header(MODEL, [], counts=(0, 1 << 20)),
+    "tensors, expected at most": header(MODEL, [], counts=(1 << 40, 1)),
+    "metadata, expected at most": header(MODEL, [], counts=(0, 1 << 63)),
     "header ends after": header({"a": struct.pack("<IQ", 8, 1 << 62)}, []),
-    "strings, more than": header({"a": struct.pack("<IIQ", 9, 8, 1 << 61)}, []),
-    "numbers, more than": header({"a": struct.pack("<IIQ", 9, 0, 1 << 50)}, []),
+    "strings, more than": header({"a": struct.pack("<IIQ", 9, 8, 1 << 20)}, []),
+    "numbers, more than": header({"a": struct.pack("<IIQ", 9, 0, 1 << 20)}, []),
+    "strings, expected at most": header({"a": struct.pack("<IIQ", 9, 8, 1 << 61)}, []),
+    "numbers, expected at most": header({"a": struct.pack("<IIQ", 9, 0, 1 << 50)}, []),
     "unknown type 77": header({"a": struct.pack("<I", 77)}, []),
     "array of the unknown type 9": header({"a": struct.pack("<IIQ", 9, 9, 1)}, []),
     "is there twice": header({"a": number(1)}, [], counts=(0, 2)) + string("a") + number(2),
@@ -124,6 +128,20 @@ def test_a_header_that_lies_is_refused_by_name(said, write):
         read_gguf_header(file)
     assert said in str(caught.value)
     assert str(file) in str(caught.value)
+
+
+def test_an_array_longer_than_any_vocabulary_is_refused_though_its_bytes_are_there(write):
+    """Its items would be objects of Python, of more than 30 times the bytes."""
+    count = 4_194_304
+    file = write(header({"a": struct.pack("<IIQ", 9, 0, count)}, []), data=count + 64)
+    tracemalloc.start()
+    try:
+        with pytest.raises(CheckpointError, match=f"{count} numbers, expected at most 4000000"):
+            read_gguf_header(file)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < HEADER_BYTES
 
 
 def test_a_file_cut_off_anywhere_is_refused(model_file, tmp_path):

@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 import logging
 import time
+import tracemalloc
+from typing import Any
 
 import pytest
 from tokenizers import (
@@ -25,6 +27,7 @@ from moe_infinity.gguf.splitting import SPLITTINGS
 from moe_infinity.gguf.tokenizer import tokenizer_of
 from tests.checkpoint.gguf_originals import (
     CORPUS,
+    GPT4O,
     ORIGINALS,
     TEXTS,
     byte_level,
@@ -112,6 +115,48 @@ def test_numbers_are_cut_as_the_name_says(pre, number, qwen):
     assert " ".join(word for word, _ in found) == number
 
 
+# Of numbers, by the tokenizer.json of cohere2moe and tiny_aya.
+CUT = [
+    "500|0|km", "108|0|p", "1|234|567", "123|4|_|5", "x|1|234|567", "_|123|456|7|_",
+    "v|1|.|23|456|-rc", "1|,|234|567| (|12|345|)", "123|45|a| |67|890", "123|4²",
+    "\u0661|\u0662\u0663\u0664", "123|4|e\u0301", "\n| |1|234|\t|5", " | |500|0|km",
+]  # fmt: skip
+SPACED = ["a  5", "x    123456 y", "\n   7.25", "1,  234567k", "rc1  77", "    12²"]
+
+
+def cut(splitter: pre_tokenizers.PreTokenizer, text: str) -> str:
+    return "|".join(text[slice(*extent)] for _, extent in splitter.pre_tokenize_str(text))
+
+
+@pytest.fixture(scope="module")
+def groups_of_words() -> pre_tokenizers.PreTokenizer:
+    """That of the original, whose first pattern stands before that of GPT-4o."""
+    patterns = (r"\d{1,3}(?=(?:\d{3})*\b)", GPT4O)
+    return pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns]
+    )
+
+
+@pytest.mark.parametrize("pre", ["cohere2moe", "tiny_aya"])
+def test_digits_before_a_letter_are_cut_from_the_left(pre, qwen, groups_of_words):
+    found = tokenizer_of(gguf_of(qwen | {"tokenizer.ggml.pre": pre})).backend_tokenizer
+    for number in CUT:
+        text = number.replace("|", "")
+        assert cut(groups_of_words, text) == number
+        assert cut(found.pre_tokenizer, text) == number
+
+
+def test_spaces_before_a_number_are_cut_as_by_the_original(qwen, groups_of_words):
+    """Its first pattern leaves them at the end of a piece, where they are one word."""
+    found = tokenizer_of(gguf_of(qwen | {"tokenizer.ggml.pre": "cohere2moe"})).backend_tokenizer
+    differing = [
+        text
+        for text in (*SPACED, *TEXTS)
+        if cut(found.pre_tokenizer, text) != cut(groups_of_words, text)
+    ]
+    assert differing == []
+
+
 @pytest.mark.parametrize("pre", ["afmoe", "superbpe", "tiny_aya"])
 def test_groups_counted_from_the_right_take_no_longer_for_each_digit_of_a_long_number(pre, qwen):
     """The pattern of their tokenizer.json looks to the end of the number for each group."""
@@ -172,3 +217,99 @@ def test_an_original_of_other_tokens_is_left_out(qwen, caplog):
         found = tokenizer_of(gguf_of(qwen | {"tokenizer.huggingface.json": other}))
         assert found("the hello").input_ids == expected
     assert caplog.text.count("ignored") == 3
+
+
+def with_original(metadata: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    """With a tokenizer.json of the same tokens in which something else is changed."""
+    content = json.loads(byte_level("qwen2").to_str()) | changes
+    return metadata | {"tokenizer.huggingface.json": json.dumps(content)}
+
+
+@pytest.mark.parametrize("strategy", [{"Fixed": 1 << 40}, "BatchLongest"])
+def test_an_original_is_used_without_its_padding(strategy, qwen, caplog):
+    """The library ends the process where there is no memory for it."""
+    padding = {
+        "strategy": strategy, "direction": "Right", "pad_to_multiple_of": 1 << 40, "pad_id": 0,
+        "pad_type_id": 0, "pad_token": "!",
+    }  # fmt: skip
+    truncation = {"direction": "Right", "max_length": 1, "strategy": "LongestFirst", "stride": 0}
+    changed = with_original(qwen, padding=padding, truncation=truncation)
+    found = tokenizer_of(gguf_of(changed | {"tokenizer.ggml.model": "rwkv"}))
+    assert found("the hello").input_ids == tokenizer_of(gguf_of(qwen))("the hello").input_ids
+    assert found.backend_tokenizer.padding is None
+    assert caplog.records == []
+
+
+PANICS = {"type": "Precompiled", "precompiled_charsmap": "AAAAAA=="}
+TOO_HIGH = {
+    "id": 1 << 31, "content": "<x>", "single_word": False, "lstrip": False, "rstrip": False,
+    "normalized": False, "special": True,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"normalizer": PANICS}, "index out of bounds"),
+        ({"added_tokens": [TOO_HIGH]}, "an id of added_tokens is 2147483648"),
+        ({"model": {"type": "BPE", "vocab": {"a": 1 << 31}, "merges": []}}, "is 2147483648"),
+        ({"model": "BPE"}, "expected an object"),
+    ],
+    ids=["it panics", "an id of an added token", "an id of the vocabulary", "no model"],
+)
+def test_an_original_that_panics_or_has_impossible_ids_is_left_out(changes, said, qwen, caplog):
+    found = tokenizer_of(gguf_of(with_original(qwen, **changes)))
+    assert found("the hello").input_ids == tokenizer_of(gguf_of(qwen))("the hello").input_ids
+    assert "ignored" in caplog.text
+    assert said in caplog.text
+
+
+@pytest.mark.parametrize("charsmap", [[0, 0, 0, 0], [1], ["a"], 5])
+def test_a_table_of_characters_that_is_none_is_refused(charsmap):
+    metadata = {
+        "tokenizer.ggml.model": "t5",
+        "tokenizer.ggml.tokens": ["<pad>", "</s>", "<unk>", "a"],
+        "tokenizer.ggml.token_type": [CONTROL, CONTROL, UNKNOWN, NORMAL],
+        "tokenizer.ggml.precompiled_charsmap": charsmap,
+    }
+    with pytest.raises(CheckpointError, match="no tokenizer can be made of its vocabulary"):
+        tokenizer_of(gguf_of(metadata))
+
+
+# merges made of scores
+
+
+def with_tokens(metadata: dict[str, Any], added: list[str]) -> dict[str, Any]:
+    """With ordinary tokens more, of the lowest score."""
+    more: dict[str, list[Any]] = {
+        "tokens": added, "token_type": [NORMAL] * len(added), "scores": [-1e9] * len(added),
+    }  # fmt: skip
+    keys = {f"tokenizer.ggml.{name}": values for name, values in more.items()}
+    return metadata | {key: [*metadata[key], *values] for key, values in keys.items()}
+
+
+@pytest.mark.parametrize("length", [513, 1 << 20])
+def test_a_token_longer_than_any_of_sentencepiece_is_refused(length, llama):
+    """Time grows by the square of its length."""
+    start = time.process_time()
+    with pytest.raises(CheckpointError, match="tokens of more than 512 characters"):
+        tokenizer_of(gguf_of(with_tokens(llama, ["a" * length])))
+    assert time.process_time() - start < 5
+
+
+def test_a_long_token_is_taken(llama):
+    found = tokenizer_of(gguf_of(with_tokens(llama, ["q" * 256, "q" * 512])))
+    assert len(found) == len(llama["tokenizer.ggml.tokens"]) + 2
+
+
+def test_tokens_that_too_many_pairs_make_are_refused_before_they_fill_memory(llama):
+    """Each of these is made of all that are shorter."""
+    metadata = with_tokens(llama, ["q" * length for length in range(2, 500)])
+    tracemalloc.start()
+    try:
+        with pytest.raises(CheckpointError, match="more than 32 pairs"):
+            tokenizer_of(gguf_of(metadata))
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 10 << 20

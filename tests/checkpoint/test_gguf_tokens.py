@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from moe_infinity import CheckpointError
-from moe_infinity.gguf.tokenizer import tokenizer_of
+from moe_infinity.gguf.tokenizer import chat_template_of, tokenizer_of
 from tests.checkpoint.gguf_originals import (
     TEXTS,
     gguf_of,
@@ -113,6 +113,69 @@ def test_a_padding_token_that_is_a_word_stays_in_the_text(qwen):
     assert found.decode(found("a!").input_ids, skip_special_tokens=True) == "a!"
 
 
+def with_token(metadata: dict[str, Any], text: str, kind: int, name: str) -> dict[str, Any]:
+    """The metadata with one token more, whose id a key names."""
+    tokens = metadata["tokenizer.ggml.tokens"]
+    return metadata | {
+        "tokenizer.ggml.tokens": [*tokens, text],
+        "tokenizer.ggml.token_type": [*metadata["tokenizer.ggml.token_type"], kind],
+        f"tokenizer.ggml.{name}_token_id": len(tokens),
+    }
+
+
+@pytest.mark.parametrize("name", ["bos", "eos"])
+def test_a_begin_or_end_that_is_a_word_stays_in_the_text(name, qwen):
+    """As 11, which llama.cpp takes where a file names none: in Qwen's vocabulary, a comma."""
+    token_id = qwen["tokenizer.ggml.tokens"].index(",")
+    found = tokenizer_of(gguf_of(qwen | {f"tokenizer.ggml.{name}_token_id": token_id}))
+    ids = found("x, y").input_ids
+    assert token_id in ids
+    assert found.decode(ids, skip_special_tokens=True) == "x, y"
+    assert token_id not in found.all_special_ids
+
+
+@pytest.mark.parametrize("name", ["bos", "eos"])
+def test_merges_go_over_a_begin_or_end_that_is_a_word(name, qwen):
+    tokens = qwen["tokenizer.ggml.tokens"]
+    changed = with_token(qwen, ",!", NORMAL, name) | {
+        "tokenizer.ggml.merges": [", !", *qwen["tokenizer.ggml.merges"]],
+        f"tokenizer.ggml.{name}_token_id": tokens.index(","),
+    }
+    assert tokenizer_of(gguf_of(changed))(",!").input_ids == [len(tokens)]
+
+
+@pytest.mark.parametrize("name", ["bos", "eos"])
+@pytest.mark.parametrize("mark", ["<s>", "[BOS]", "_<EOT>"])
+def test_a_mark_that_a_key_names_is_special_whatever_its_kind(mark, name, qwen):
+    changed = with_token(qwen, mark, NORMAL, name)
+    found = tokenizer_of(gguf_of(changed))
+    token_id = changed[f"tokenizer.ggml.{name}_token_id"]
+    ids = found(f"a{mark}b").input_ids
+    assert ids[1] == token_id
+    assert token_id in found.all_special_ids
+    assert found.decode(ids, skip_special_tokens=True) == "ab"
+
+
+@pytest.mark.parametrize("kinds", [False, True])
+def test_without_kinds_whatever_a_key_names_is_special(kinds, qwen):
+    """A list in which all are alike says no more than none."""
+    del (metadata := dict(qwen))["tokenizer.ggml.token_type"]
+    tokens = qwen["tokenizer.ggml.tokens"]
+    metadata["tokenizer.ggml.bos_token_id"] = tokens.index(",")
+    if kinds:
+        metadata["tokenizer.ggml.token_type"] = [NORMAL] * len(tokens)
+    found = tokenizer_of(gguf_of(metadata))
+    assert found.bos_token == ","
+    assert found.decode(found("x, y").input_ids, skip_special_tokens=True) == "x y"
+
+
+def test_a_begin_that_no_template_of_the_library_can_name_is_refused(qwen):
+    """It has spaces, at which transformers takes such a template apart."""
+    changed = with_token(qwen, "<|begin of text|>", CONTROL, "bos")
+    with pytest.raises(CheckpointError, match="no tokenizer can be made"):
+        tokenizer_of(gguf_of(changed | {"tokenizer.ggml.add_bos_token": True}))
+
+
 def test_a_file_without_kinds_keeps_its_ends_whole(qwen):
     del (metadata := dict(qwen))["tokenizer.ggml.token_type"]
     found = tokenizer_of(gguf_of(metadata))
@@ -170,18 +233,44 @@ def test_scores_may_be_whole_numbers_and_kinds_more_than_tokens(llama):
 # chat templates
 
 
-def test_named_chat_templates_are_kept_by_name(qwen):
-    def templates(**named: str) -> Any:
-        return tokenizer_of(gguf_of(qwen | {f"tokenizer.{k}": v for k, v in named.items()}))
+def templates(**named: Any) -> Any:
+    """The templates of a file that has these, "default" being that without a name."""
+    key = "tokenizer.chat_template"
+    return chat_template_of({f"{key}.{k}".removesuffix(".default"): v for k, v in named.items()})
 
-    found = templates(chat_template="a", **{"chat_template.tool_use": "b"}).chat_template
-    assert found == {"default": "a", "tool_use": "b"}
-    assert templates(chat_template="a").chat_template == "a"
-    assert templates(**{"chat_template.rag": "c"}).chat_template == {"rag": "c"}
-    assert tokenizer_of(gguf_of(qwen)).chat_template is None
+
+def test_named_chat_templates_are_kept_by_name():
+    assert templates(default="a", tool_use="b") == {"default": "a", "tool_use": "b"}
+    assert templates(default="a") == "a"
+    assert templates(rag="c", short="d") == {"rag": "c", "short": "d"}
+    assert chat_template_of({"tokenizer.chat_templates": ["rag"]}) is None
     for odd in (5, ["a"]):
-        other = qwen | {"tokenizer.chat_template": odd}
-        assert tokenizer_of(gguf_of(other)).chat_template is None
+        assert templates(default=odd) is None
+
+
+def test_without_a_default_template_that_for_tools_or_the_only_one_is_it(qwen):
+    assert templates(tool_use="b", rag="c") == {"tool_use": "b", "rag": "c", "default": "b"}
+    assert templates(tool_use="b") == "b"
+    assert templates(rag="c") == "c"
+    found = tokenizer_of(gguf_of(qwen | {"tokenizer.chat_template.rag": "c"}))
+    assert found.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "c"
+
+
+def test_a_blank_chat_template_is_none():
+    for blank in ("", " \n"):
+        assert templates(default=blank) is None
+        assert templates(default=blank, rag="c") == "c"
+        assert templates(default="a", tool_use=blank) == "a"
+
+
+@pytest.mark.parametrize("key", ["chat_template", "chat_template.tool_use"])
+def test_a_template_that_is_called_chatml_is_chatml(key, qwen):
+    found = tokenizer_of(gguf_of(qwen | {f"tokenizer.{key}": "chatml"}))
+    talk = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": " yes\n"}]
+    text = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n yes\n<|im_end|>\n"
+    assert found.apply_chat_template(talk, tokenize=False) == text
+    begun = found.apply_chat_template(talk, tokenize=False, add_generation_prompt=True)
+    assert begun == f"{text}<|im_start|>assistant\n"
 
 
 # ends of an answer
@@ -216,6 +305,15 @@ def test_a_message_inside_an_answer_does_not_end_it():
     tokens = ["<|return|>", "<|call|>", "<|end|>"]
     assert ends_of(dict.fromkeys(tokens, CONTROL), eos=0) == ["<|return|>", "<|call|>"]
     assert ends_of(dict.fromkeys(tokens[1:], CONTROL), eos=0) == ["<|call|>", "<|end|>"]
+
+
+@pytest.mark.parametrize("beside", [("<|return|>", "<|call|>"), ("<|calls|>", "<|flush|>")])
+@pytest.mark.parametrize("key", ["eot", "eom", "eos"])
+def test_no_key_makes_a_message_inside_an_answer_its_end(key, beside):
+    tokens = dict.fromkeys([*beside, "<|end|>"], CONTROL)
+    assert ends_of(tokens, **{key: 2}) == [*beside]
+    del tokens[beside[1]]
+    assert ends_of(tokens, **{key: 1}) == ["<|end|>", beside[0]]
 
 
 def test_ids_that_are_no_token_are_left_out_with_a_warning(qwen, caplog):

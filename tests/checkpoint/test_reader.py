@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import errno
 import os
+import random
 import re
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
+from moe_infinity.checkpoint.file_state import NUM_SAMPLES, SAMPLE_BYTES, fingerprint_of
+from moe_infinity.checkpoint.headers import Extent
 from moe_infinity.errors import CheckpointError
 from tests.checkpoint.reading import read
 
@@ -112,3 +116,63 @@ def test_close_leaves_no_file_open_and_may_come_twice(reader, file):
     reader.close()
     reader.close()
     assert str(file) not in open_files()
+
+
+# Files that were changed
+
+
+def rewrite(file: Path, data: bytes) -> None:
+    """At another time, as the file system counts it, than ever before."""
+    changed_ns = file.stat().st_mtime_ns + 10**9
+    file.write_bytes(data)
+    os.utime(file, ns=(changed_ns, changed_ns))
+
+
+def test_garbage_between_the_samples_of_a_small_file_is_noticed_until_it_is_right(reader, tmp_path):
+    """An earlier version accepted it: the file had its size, and its samples were right."""
+    file, num_bytes = tmp_path / "file", 1 << 20
+    whole = random.Random(0).randbytes(num_bytes)
+    file.write_bytes(whole)
+    read(reader, file, 0, 4)
+    garbage = bytearray(whole)
+    start = 5 * num_bytes // NUM_SAMPLES + SAMPLE_BYTES
+    garbage[start : start + SAMPLE_BYTES] = bytes(SAMPLE_BYTES)
+    rewrite(file, bytes(garbage))
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match="changed while in use: it holds other bytes"):
+            read(reader, file, 0, 4)
+    rewrite(file, whole)
+    assert read(reader, file, 0, num_bytes) == whole
+
+
+@pytest.mark.parametrize("num_bytes", [600_000, 1_000_001, 3 << 20])
+def test_no_byte_of_a_small_file_is_left_out(num_bytes):
+    data = bytearray(random.Random(0).randbytes(num_bytes))
+
+    def samples() -> str:
+        def copy(offset: int, to: memoryview) -> None:
+            to[:] = data[offset : offset + to.nbytes]
+
+        return fingerprint_of(num_bytes, copy).samples
+
+    whole = samples()
+    for place in (5000, num_bytes // 2 + 7000, num_bytes - 1):
+        data[place] ^= 1
+        assert samples() != whole
+        data[place] ^= 1
+    assert samples() == whole
+
+
+def test_a_change_that_was_not_known_counts_even_if_the_file_is_right_again(reader, file):
+    try:
+        reader.mapped(Extent(file, 0, 10))
+    except OSError as error:
+        pytest.skip(f"this system cannot map files: {error}")
+    num_known = reader.map_changed()
+    assert reader.changed_file(num_known) is None
+    rewrite(file, CONTENT)
+    assert reader.changed_file() == reader.changed_file(num_known) == file
+    num_now = reader.map_changed()
+    assert reader.changed_file() is None
+    assert reader.changed_file(num_known) == file
+    assert reader.changed_file(num_now) is None

@@ -17,6 +17,7 @@ import transformers
 
 from moe_infinity import CheckpointError, ConfigError, MoE, UnsupportedModelError
 from moe_infinity.cli.inspection import inspect_checkpoint
+from moe_infinity.images.mmproj import find_mmproj
 from moe_infinity.images.question import question
 from moe_infinity.prefixes.store_key import key_of
 from moe_infinity.tools.planning.fit import sizes_of
@@ -139,6 +140,23 @@ def test_inspect_counts_the_vision_part(qwen, tmp_path):
     both = inspect_checkpoint(str(qwen.text))
     tensors = gguf.GGUFReader(qwen.mmproj).tensors
     assert both.dense_bytes - alone.dense_bytes == sum(int(each.n_bytes) for each in tensors)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["mmproj-F16.gguf", "Model.mmproj-f16.gguf", "Model-mmproj-F16.gguf", "m_MMPROJ.gguf"],
+)
+def test_a_vision_part_is_found_by_a_word_of_its_name(name, tmp_path):
+    for file in ("Model.Q8_0.gguf", name, "mmproj.txt"):
+        (tmp_path / file).touch()
+    for checkpoint in (tmp_path, tmp_path / "Model.Q8_0.gguf"):
+        assert find_mmproj(str(checkpoint), None) == tmp_path / name
+
+
+def test_a_name_that_only_begins_with_the_word_is_no_vision_part(tmp_path):
+    for file in ("Model.Q8_0.gguf", "mmprojector.gguf", "ammproj.gguf"):
+        (tmp_path / file).touch()
+    assert find_mmproj(str(tmp_path / "Model.Q8_0.gguf"), None) is None
 
 
 def test_of_several_vision_parts_none_is_taken(qwen, tmp_path):

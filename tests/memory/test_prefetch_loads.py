@@ -213,6 +213,28 @@ def test_a_preload_gives_way_until_a_layer_asks_for_it(bench):
     assert ended.wait(10)
 
 
+def test_preloads_are_late_once_none_has_ended_for_long(bench, monkeypatch):
+    monkeypatch.setattr(mover_module, "LOAD_TIMEOUT_S", 0.05)
+
+    def arrive(key: ExpertKey) -> None:
+        ended.clear()
+        bench.deliver(key)
+        assert ended.wait(10)
+        bench.mover.record_arrivals()
+
+    ended = threading.Event()
+    slot_ids = {key: bench.table.begin_load(key, Phase.PREFILL) for key in (A, B)}
+    assert not bench.mover.is_preload_late
+    bench.mover.preload(slot_ids, ended.set)
+    time.sleep(0.06)
+    assert bench.mover.is_preload_late
+    monkeypatch.setattr(mover_module, "LOAD_TIMEOUT_S", 60)
+    arrive(A)
+    assert not bench.mover.is_preload_late
+    arrive(B)
+    assert bench.mover.num_preloading == 0
+
+
 def test_who_waits_long_is_given_nothing_now_and_then(bench, monkeypatch):
     monkeypatch.setattr(mover_module, "ARRIVAL_POLL_S", 0.01)
     with bench.table.holding([A], Phase.PREFILL) as held:

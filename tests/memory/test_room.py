@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from threading import Thread
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from moe_infinity import MoE
 from moe_infinity.cache.policies import make_policy
 from moe_infinity.cache.residency import ResidencyTable
 from moe_infinity.errors import ConfigError
@@ -155,6 +157,21 @@ def test_the_first_decode_step_leaves_room_for_a_copy_of_keys_and_values():
     for _ in range(DECODE_STEPS):
         room.make(step)
     assert tier.table.num_slots == NUM_SLOTS
+
+
+@on_linux
+def test_slots_give_way_only_while_nobody_else_decides_about_them(tiny_checkpoint):
+    """The preloader takes free slots in a thread of its own."""
+    with MoE(tiny_checkpoint, host_memory="100%", preload="off") as moe:
+        table = moe.engine.tiers[-1].table
+        with moe.engine.deciding:
+            thread = Thread(target=moe.engine.room.keep_free, args=(1 << 60,))
+            thread.start()
+            thread.join(0.2)
+            assert table.num_withdrawn == 0
+        thread.join(20)
+        assert table.num_withdrawn > 0
+        moe.check_invariants()
 
 
 @on_linux

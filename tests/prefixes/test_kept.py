@@ -6,12 +6,14 @@ import os
 from pathlib import Path
 from typing import Any
 
+import platformdirs
 import pytest
 
 from moe_infinity import MoE, UnsupportedModelError
 from moe_infinity.memory.room import Room
-from moe_infinity.prefixes import prompt_store
+from moe_infinity.prefixes import kept, prompt_store
 from moe_infinity.prefixes.kept import kept_prompt
+from moe_infinity.prefixes.store_key import open_store
 from moe_infinity.server.config import ServeConfig
 from moe_infinity.server.engine import Engine
 from moe_infinity.server.prefix_options import store_of
@@ -115,6 +117,32 @@ def test_a_folder_that_takes_nothing_is_a_warning(moe, tmp_path, monkeypatch, ca
     assert_same(run(moe, tmp_path, PROMPT)[0], answer(moe, PROMPT))
     assert files_in(tmp_path) == []
     assert sum("Read-only" in record.message for record in caplog.records) == 1
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(5, "Input/output error"), RuntimeError("no home folder")]
+)
+def test_a_folder_that_cannot_be_used_is_a_warning(error, moe, tmp_path, monkeypatch, caplog):
+    def refuse(*args: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(kept, "open_store", refuse)
+    with kept_prompt(moe, str(tmp_path), "1GiB") as prompt:
+        assert prompt is None
+        assert_same(answer(moe, PROMPT, prefix=prompt), answer(moe, PROMPT))
+    assert f"the prompt is not kept on disk: {error}" in caplog.messages
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_is_named_takes_no_home_folder(moe, tmp_path, monkeypatch):
+    def refuse(*args: Any) -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(platformdirs, "user_cache_path", refuse)
+    store = open_store(moe, str(tmp_path / "store"), "1GiB")
+    assert store.is_empty
+    store.close()
+    assert (tmp_path / "store").is_dir()
 
 
 def test_two_prompts_at_once_keep_what_both_have(moe, tiny_checkpoint, tmp_path):

@@ -264,3 +264,17 @@ def test_a_model_with_other_weights_takes_no_prefix(tiny_checkpoint, tmp_path, i
                 moe.load_prefix(file)
         prefix = moe.save_prefix(file, TEXT[:40])
         assert_same(answer(moe, TEXT[:60], prefix=prefix), answer(moe, TEXT[:60]))
+
+
+def test_a_weight_that_changed_behind_its_first_values_takes_no_prefix(tiny_checkpoint, tmp_path):
+    """Some values of each weight are compared, and how often it was changed in place."""
+    with MoE(tiny_checkpoint, dtype="float32") as moe:
+        saved = moe.save_prefix(tmp_path / "a.prefix", TEXT[:40])
+        loaded = moe.load_prefix(tmp_path / "a.prefix")
+        with torch.no_grad():
+            moe.model.model.layers[1].self_attn.v_proj.weight[5, 7:] *= 2
+        for prefix in (saved, loaded):
+            with pytest.raises(ConfigError, match="not those that this prefix was computed with"):
+                answer(moe, TEXT[:60], prefix=prefix)
+        prefix = moe.save_prefix(tmp_path / "b.prefix", TEXT[:40])
+        assert_same(answer(moe, TEXT[:60], prefix=prefix), answer(moe, TEXT[:60]))

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from moe_infinity import CheckpointError, ConfigError, MoE, OutputError, output
-from moe_infinity.prefixes.prompt_store import checksum_of
+from moe_infinity.prefixes.stored_file import checksum_of
+from moe_infinity.system import machine
 from tests.prefixes.tiny_models import TEXT, answer, assert_same
 
 pytestmark = [pytest.mark.arithmetic, pytest.mark.timeout(60)]
@@ -190,3 +191,44 @@ def test_a_folder_that_takes_nothing_is_an_error_and_leaves_the_old_file(moe, fi
         moe.save_prefix(file, TEXT[:40])
     assert file.read_bytes() == before
     assert list(file.parent.iterdir()) == [file]
+
+
+# Memory
+
+
+@pytest.fixture
+def kept_free(moe, monkeypatch) -> list[int]:
+    """The bytes for which room was made, as they come."""
+    asked: list[int] = []
+    room, keep_free = moe.engine.room, moe.engine.room.keep_free
+
+    def keeping(num_bytes: int) -> int:
+        asked.append(num_bytes)
+        found: int = keep_free(num_bytes)
+        return found
+
+    monkeypatch.setattr(room, "keep_free", keeping)
+    return asked
+
+
+def test_experts_make_room_for_a_prefix(moe, file, kept_free):
+    """Before it is read, before a cache is filled with it, and before its file is put together."""
+    prefix = moe.load_prefix(file)
+    (asked,) = kept_free
+    assert 2 * prefix.num_bytes <= asked <= 2 * file.stat().st_size
+    kept_free.clear()
+    answer(moe, TEXT[:90], prefix=prefix)
+    assert kept_free[0] == 2 * prefix.num_bytes
+    kept_free.clear()
+    token_bytes = moe.save_prefix(file, TEXT[:70]).num_bytes // 70
+    assert {2 * 64 * token_bytes, 2 * 6 * token_bytes} <= set(kept_free)  # of its two passes
+    assert kept_free[-1] == 70 * token_bytes
+
+
+def test_a_prefix_for_which_there_is_no_memory_is_not_called_damaged(moe, file, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(machine, "available_memory_bytes", lambda: 1000)
+        with pytest.raises(CheckpointError, match="too little memory for it") as raised:
+            moe.load_prefix(file)
+    assert "damaged" not in str(raised.value)
+    assert moe.load_prefix(file).token_ids == TEXT[:70]

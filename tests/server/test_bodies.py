@@ -8,9 +8,12 @@ import re
 import httpx
 import pytest
 
-from moe_infinity.server.bodies import read_json
+from moe_infinity.server import limits
+from moe_infinity.server.bodies import BodyRoom, read_json
 from moe_infinity.server.chat import ChatBody
 from moe_infinity.server.protocol import CompletionBody
+from moe_infinity.server.refusals import BadRequest, Refused
+from tests.server.serving import serving
 
 SAID = {"role": "user", "content": "w5"}
 
@@ -45,6 +48,32 @@ DEEP = b'{"prompt":' + b"[" * 500 + b"]" * 500 + b"}"
 @pytest.mark.parametrize("raw", [b"", b"{", b"[]", b'"x"', b"\xff\xfe", b'{"prompt": NaN}', DEEP])
 def test_a_body_that_is_no_object_is_refused(server, raw):
     answer = httpx.post(f"{server.url}/v1/completions", content=raw, timeout=60)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999", "-1e999"])
+@pytest.mark.parametrize("text", ["%s", '{"a": [1, {"b": %s}]}'])
+def test_a_number_that_json_has_not_is_refused_wherever_it_is(text, number):
+    with pytest.raises(BadRequest, match="the body "):
+        read_json((text % number).encode(), None)
+
+
+def test_the_largest_numbers_are_read():
+    assert read_json(b'[1e308, -1e308, 1e-999, 123456789012345678901234567890, "1e999"]', None) == [
+        *(1e308, -1e308, 0.0, 123456789012345678901234567890, "1e999")
+    ]
+
+
+@pytest.mark.parametrize("number", ["NaN", "1e999"])
+@pytest.mark.parametrize(
+    "field",
+    ['"user": %s', '"tools": [{"type": "function", "name": "f", "parameters": {"maximum": %s}}]'],
+)
+def test_no_answer_has_to_repeat_a_number_that_json_has_not(server, field, number):
+    """It was an error of ours, after all had been generated."""
+    raw = '{"input": "w5", "max_output_tokens": 1, ' + field % number + "}"
+    answer = httpx.post(f"{server.url}/v1/responses", content=raw.encode(), timeout=60)
     assert answer.status_code == 400
     assert answer.json()["error"]["type"] == "invalid_request_error"
 
@@ -157,3 +186,31 @@ def test_the_document_has_every_route_and_the_bodies_they_take(server):
         "/detokenize": "DetokenizeBody",
     }
     assert set(bodies.values()) < set(document["components"]["schemas"])
+
+
+def test_there_is_room_for_the_largest_body_of_two_clients():
+    most = 64 * limits.MIB
+    room = BodyRoom(most)
+    room.take("a", most)
+    room.take("b", most)
+    for client in ("a", "c"):
+        with pytest.raises(Refused) as caught:
+            room.take(client, 1)
+        assert caught.value.status_code == 429
+        room.give_back(client, 1)
+    room.give_back("a", most)
+    room.take("c", most)
+
+
+def test_small_bodies_have_the_room_that_the_limits_say():
+    room = BodyRoom(1_000)
+    room.take("a", limits.BODIES_OF_ONE.most)
+    with pytest.raises(Refused):
+        room.take("a", 1)
+
+
+def test_a_body_is_taken_that_is_as_large_as_the_server_allows(moe):
+    large = {"prompt": "w5", "max_tokens": 1, "user": "x" * limits.BODIES_OF_ONE.most}
+    with serving(moe, max_body=limits.BODIES_OF_ONE.most + 1_000) as server:
+        answer = httpx.post(f"{server.url}/v1/completions", json=large, timeout=60)
+        assert answer.status_code == 200, answer.text

@@ -231,6 +231,17 @@ def test_what_a_kind_cannot_write_is_refused_by_name():
         calls_in(lark, kind.form.calls, tools, None)
 
 
+@pytest.mark.parametrize("name", ["qwen3_moe, Coder", "glm4_moe", "minimax_m2"])
+def test_a_pattern_is_taken_beside_a_format_which_says_the_same(name):
+    """As zod writes an address, for models that write calls in tags."""
+    kind = Kind(name)
+    lark = kind.compiler.lark("x")
+    properties = {"to": {"type": "string", "format": "email", "pattern": "^(?!a)[a-z]+@[a-z.]+$"}}
+    function = {"name": "send", "parameters": {"properties": properties}}
+    tools = tools_of([{"function": function}], "parameters")
+    kind.compiler.compiled(lark, calls_in(lark, kind.form.calls, tools, 1), "x")
+
+
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("name", PROMPTS)
 def test_schemas_as_libraries_write_them_are_kept(name):

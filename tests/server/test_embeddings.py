@@ -95,6 +95,16 @@ def test_input_may_be_texts_or_token_ids(client, stock):
     np.testing.assert_allclose(alone[0], rows[1], atol=TOLERANCE)
 
 
+def test_more_texts_than_may_wait_take_turns(client, server):
+    """LangChain sends a thousand in one request, LlamaIndex a hundred."""
+    texts = [words(LONG[start : start + 12]) for start in range(20)]
+    assert len(texts) > server.engine.config.max_queue
+    together = client.embeddings.create(model="tiny", input=texts)
+    alone = [vectors(client.embeddings.create(model="tiny", input=text))[0] for text in texts]
+    np.testing.assert_allclose(vectors(together), alone, atol=TOLERANCE)
+    assert together.usage.prompt_tokens == 20 * 12
+
+
 def test_generations_beside_it_go_on_unchanged(moe, stock):
     options: dict[str, Any] = {"max_batch": 4, "prefill_chunk": 24, "prefix_cache": "off"}
     engine = make_engine(moe, **options)
@@ -139,7 +149,7 @@ def test_the_prefix_cache_neither_helps_nor_grows(moe, stock):
         ({"input": ["w5", ""]}, "input"),
         ({"input": [128]}, "input"),
         ({"input": [5] * 600}, "input"),
-        ({"input": ["w5"] * 9}, "input"),
+        ({"input": ["w5"] * 2049}, "input"),
         ({"input": None}, "input"),
         ({"encoding_format": "int8"}, "encoding_format"),
         ({"pooling": "max"}, "pooling"),

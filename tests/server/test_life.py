@@ -5,13 +5,19 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterator
+from itertools import count
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 
 from moe_infinity.server import exchange
+from moe_infinity.server.responses import ResponseAnswer
 from tests.server.serving import Serving
+from tests.server.test_messages import ANTHROPIC, ASKED, WEATHER, scripted
+
+__all__ = ["scripted"]  # a server whose model writes what a test says
 
 PERIOD_S = 0.05
 PROMPT = "w5 w6 w9 w100 w31"
@@ -28,7 +34,12 @@ FIRST = {
     "/v1/messages": ["message_start", "ping"],
     "/v1/responses": ["response.created", "response.in_progress"],
 }
-LIFE = {"/v1/messages": "ping", "/v1/responses": "response.in_progress"}
+LIFE = {
+    "/v1/completions": ": still at work",
+    "/v1/chat/completions": "chat.completion.chunk",
+    "/v1/messages": "ping",
+    "/v1/responses": "response.in_progress",
+}
 
 
 @pytest.fixture
@@ -47,35 +58,96 @@ def stuck(server: Serving, monkeypatch: pytest.MonkeyPatch) -> Iterator[threadin
     going.set()
 
 
+def data_of(event: str) -> Any:
+    return json.loads(event.rpartition("data: ")[2])
+
+
 def kind_of(event: str) -> str:
     """The type of an event; a comment is one without a name."""
-    data = event.rpartition("data: ")[2]
-    if event.startswith(":") or data == "[DONE]":
+    if event.startswith(":") or event == "data: [DONE]":
         return event
-    payload = json.loads(data)
-    return str(payload.get("type", payload.get("object")))
+    return str(data_of(event).get("type", data_of(event).get("object")))
 
 
-@pytest.mark.parametrize("path", BODIES)
-def test_a_stream_that_waits_for_its_prompt_shows_life(server, stuck, path):
-    body = BODIES[path] | {"stream": True}
+def waited(server: Serving, stuck: threading.Event, path: str, **more: Any) -> list[str]:
+    """The events of a stream that waits until it has shown life three times."""
+    body = BODIES[path] | {"stream": True} | more
     events: list[str] = []
     with httpx.stream("POST", server.url + path, json=body, timeout=30) as answer:
         for line in answer.iter_text():
             events += [event for event in line.split("\n\n") if event]
-            if len(events) == len(FIRST[path]) + 3:  # signs of life, before any token
+            if len(events) >= len(FIRST[path]) + 3:  # signs of life, before any token
                 stuck.set()
+    return events
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_a_stream_that_waits_for_its_prompt_shows_life(server, stuck, path):
+    events = waited(server, stuck, path)
     kinds = list(map(kind_of, events))
     num_first = len(FIRST[path])
     assert kinds[:num_first] == FIRST[path]
-    life = LIFE.get(path, ": still at work")
-    assert kinds[num_first : num_first + 3] == [life] * 3
-    stuck.set()
+    assert kinds[num_first : num_first + 3] == [LIFE[path]] * 3
     whole = httpx.post(server.url + path, json=BODIES[path], timeout=30)
     assert whole.status_code == 200
     if path == "/v1/responses":
-        numbers = [json.loads(event.rpartition("data: ")[2])["sequence_number"] for event in events]
+        numbers = [data_of(event)["sequence_number"] for event in events]
         assert numbers == list(range(len(events)))
+
+
+def test_the_life_of_a_chat_is_a_chunk_that_adds_nothing(server, stuck):
+    """Some clients take too many comments for an error."""
+    first, *lives = map(data_of, waited(server, stuck, "/v1/chat/completions")[:4])
+    choice: dict[str, Any] = {"index": 0, "finish_reason": None, "logprobs": None, "delta": {}}
+    assert lives == [first | {"choices": [choice]}] * 3
+
+
+def test_a_request_that_each_sign_of_life_repeats_is_written_once(server, stuck, monkeypatch):
+    """It may be long: tools have schemas."""
+    made = []
+    response = ResponseAnswer._response
+
+    def noted(self: ResponseAnswer, status: str, **rest: Any) -> dict[str, Any]:
+        made.append(status)
+        return response(self, status, **rest)
+
+    monkeypatch.setattr(ResponseAnswer, "_response", noted)
+    tool = {"type": "function", "name": "f", "parameters": {"type": "object"}}
+    events = waited(server, stuck, "/v1/responses", tools=[tool], user="œuf")
+    _, first, *lives = map(data_of, events[:5])
+    assert first["response"]["user"] == "œuf"
+    assert lives == [first | {"sequence_number": number} for number in (2, 3, 4)]
+    assert made == ["in_progress", "in_progress", "incomplete"]
+
+
+# A call of a tool is written by the scripted model, and what is to come, but for signs of life.
+TOOL = {"type": "function", **WEATHER["function"]}
+CALLING: dict[str, dict[str, Any]] = {
+    "/v1/messages": ANTHROPIC | {"messages": ASKED},
+    "/v1/responses": {"input": "w5", "tools": [TOOL], "max_output_tokens": 200},
+    "/api/chat": {"messages": ASKED, "tools": [WEATHER], "options": {"num_predict": 200}},
+}
+
+
+def is_life(event: str, path: str) -> bool:
+    if path != "/api/chat":
+        return kind_of(event) == LIFE[path]
+    line = json.loads(event)
+    return line["message"] == {"role": "assistant", "content": ""} and not line["done"]
+
+
+@pytest.mark.parametrize("path", CALLING)
+def test_a_stream_shows_life_while_a_call_is_written(scripted, monkeypatch, path):
+    """Tokens come all the time, and none of them is shown."""
+    ticks = count()  # each look at the clock takes a second
+    monkeypatch.setattr(exchange, "time", SimpleNamespace(monotonic=lambda: next(ticks)))
+    body = CALLING[path] | {"stream": True}
+    text = httpx.post(scripted.url + path, json=body, timeout=30).text
+    events = text.removesuffix("\n").split("\n" if path == "/api/chat" else "\n\n")
+    shows_life = [is_life(event, path) for event in filter(None, events)]
+    at_first = len(FIRST.get(path, [""]))
+    assert sum(shows_life[at_first:]) >= 3
+    assert not all(shows_life[at_first:])
 
 
 def test_clients_read_such_streams_as_before(server, stuck):
@@ -114,7 +186,7 @@ def test_a_stream_may_say_how_far_its_prompt_is(server, stuck, path, monkeypatch
         for line in answer.iter_lines():
             if line.startswith("data: {"):
                 chunks.append(json.loads(line[6:]))
-            if line.startswith(":") and not stuck.is_set():
+            if line and not stuck.is_set():
                 server.wait_until(lambda: server.engine.state()["prefilling"] == 1)
                 prompts = httpx.get(f"{server.url}/stats").json()["engine"]["prompts"]
                 assert [each["read"] for each in prompts] == [0]

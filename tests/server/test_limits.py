@@ -230,6 +230,7 @@ def test_marks_in_texts_are_no_items():
         ("choice", ["a"] * (limits.CHOICE.most + 1)),
         ("choice", ["a" * (limits.CHOICE_CHARACTERS.most + 1)]),
         ("json", '{"a":' + "1" * limits.SCHEMA.most + "}"),
+        ("json", {"const": "a" * limits.SCHEMA.most}),
     ],
 )
 def test_structures_have_limits(kind, value):
@@ -242,6 +243,17 @@ def test_structures_have_limits(kind, value):
 def test_an_answer_of_a_refusal_is_short():
     refused = Refused(400, "a" * 1_000_000)
     assert len(refused.error.message) < 1_100
+    refused = Refused(400, "a", param="b" * 1_000_000)
+    assert refused.error.param == "b" * 1_000
+
+
+def test_a_long_name_of_a_variable_is_refused_with_its_beginning(server):
+    name = "a" * 100_000
+    body = {"messages": [SAID], "chat_template_kwargs": {name: 1}}
+    answer = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, f"chat_template_kwargs.{name}"[:1_000])
+    assert len(answer.text) < 2_500
 
 
 def test_help_shows_each_limit_and_so_does_the_guide():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import httpx
@@ -153,9 +154,31 @@ def test_who_asks_for_nothing_loads_the_model_or_unloads_it(server):
     ):
         answer = posted(server, path, body).json()
         assert (answer["done"], answer["done_reason"]) == (True, "load")
-        for time, reason in ((0, "unload"), ("0s", "unload"), ("5m", "load"), (-1, "load")):
-            answer = posted(server, path, body | {"keep_alive": time}).json()
+        for keep, reason in ((0, "unload"), ("0s", "unload"), ("5m", "load"), (-1, "load")):
+            answer = posted(server, path, body | {"keep_alive": keep}).json()
             assert (answer["done"], answer["done_reason"]) == (True, reason)
+
+
+@pytest.mark.parametrize(
+    ("keep_alive", "expected"),
+    [
+        *((none, True) for none in (0, 0.0, "0", "0s", "-0m", "0h0m0s", "0.0", "0.00ms", "00")),
+        *(
+            (some, False)
+            for some in (None, -1, 60, "-1", "5m", "0.5s", "0h5m", "10", "", "s", "0x")
+        ),
+    ],
+)
+def test_only_no_time_at_all_unloads_the_model(keep_alive, expected):
+    assert OllamaGenerateBody(keep_alive=keep_alive).wants_unload == expected
+
+
+@pytest.mark.parametrize("zeros", ["0" * 30, "0" * 1_000_000])
+def test_a_time_is_read_once_however_many_zeros_it_has(zeros):
+    """It was tried anew with each way to divide the zeros among numbers."""
+    began_s = time.thread_time()
+    assert not OllamaGenerateBody(keep_alive=zeros + "x").wants_unload
+    assert time.thread_time() - began_s < 1
 
 
 def test_the_one_model_is_listed_and_described(server):

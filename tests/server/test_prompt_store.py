@@ -17,8 +17,9 @@ import torch
 from moe_infinity import MoE
 from moe_infinity.prefixes import prompt_store
 from moe_infinity.prefixes.cache_bytes import CacheBytes, Part
-from moe_infinity.prefixes.prompt_store import Damaged, PromptStore, Stored, contents, file_bytes
+from moe_infinity.prefixes.prompt_store import PromptStore
 from moe_infinity.prefixes.store_key import key_of
+from moe_infinity.prefixes.stored_file import Damaged, Stored, contents, file_bytes
 from moe_infinity.server.config import ServeConfig
 from moe_infinity.server.engine import Engine
 from moe_infinity.server.prefix_options import store_of

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import httpx
@@ -206,11 +207,35 @@ def test_an_error_within_a_stream_is_raised_by_the_client(moe, server):
         with pytest.raises(openai.APIError, match="more than 0.05 s"):  # noqa: PT012 - events come first
             for event in ask(client, max_output_tokens=400, stream=True):
                 events.append(event.type)
-        assert events[:2] == BEGINNING[:2]
+        assert (events[:2], events[-1]) == (BEGINNING[:2], "response.failed")
+
+
+def test_a_stream_that_fails_ends_with_a_failed_response_and_an_error(moe):
+    """Some clients know only the first, some only the second."""
     with serving(moe, deadline=0.05) as slow:
         body = GREEDY | {"input": PROMPT, "max_output_tokens": 400, "stream": True}
-        last = httpx.post(f"{slow.url}/v1/responses", json=body, timeout=60).text.split("\n\n")[-2]
-        assert last.startswith('event: error\ndata: {"type": "error", "sequence_number": ')
+        text = httpx.post(f"{slow.url}/v1/responses", json=body, timeout=60).text
+    names, events = [], []
+    for event in text.removesuffix("\n\n").split("\n\n"):
+        name, data = event.split("\n")
+        names.append(name)
+        events.append(json.loads(data.removeprefix("data: ")))
+    assert names[-2:] == ["event: response.failed", "event: error"]
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    first, *_, failed, last = events
+    message = last["message"]
+    assert "more than 0.05 s" in message
+    assert (last["code"], last["error"]["message"]) == ("deadline_exceeded", message)
+    error = {"code": "server_error", "message": message}
+    assert failed["response"] == first["response"] | {"status": "failed", "error": error}
+
+
+@pytest.mark.parametrize(("user", "repeated"), [("u", "u"), ({"id": 1}, None), (7, None)])
+def test_a_user_is_repeated_if_it_is_a_text(server, user, repeated):
+    body = GREEDY | {"input": PROMPT, "max_output_tokens": 1, "user": user}
+    answer = httpx.post(f"{server.url}/v1/responses", json=body, timeout=60).json()
+    assert answer["user"] == repeated
+    Response.model_validate(answer)
 
 
 def test_calls_alone_have_no_message_beside_them(demo):

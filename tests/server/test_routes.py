@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from typing import Any
 
 import httpx
@@ -67,12 +68,31 @@ NO_PATHS = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("path", NO_PATHS)
-def test_a_path_that_is_none_stays_as_it_is(path):
+@pytest.fixture(scope="module")
+def paths() -> Paths:
     router = APIRouter()
     router.add_api_route("/v1/models", lambda: None)
     router.add_api_route("/v1/models/{name:path}", lambda: None)
-    assert Paths(router, [router]).meant(path) == path
+    return Paths(router, [router])
+
+
+@pytest.mark.parametrize("path", NO_PATHS)
+def test_a_path_that_is_none_stays_as_it_is(paths, path):
+    assert paths.meant(path) == path
+
+
+@pytest.mark.parametrize("start", ["/a", "/v1/a", "/v1/a/v1/v1", "/openai/v1/v1"])
+def test_a_path_begins_with_its_last_v1(paths, start):
+    assert paths.meant(f"{start}/v1/models") == "/v1/models"
+
+
+def test_a_long_path_takes_time_that_grows_with_its_length(paths):
+    """Each of its slashes was tried as the beginning of what stands in front."""
+    start = "/a" * 32_000
+    began_s = time.thread_time()
+    assert paths.meant(start) == start
+    assert paths.meant(f"{start}/v1/models") == "/v1/models"
+    assert time.thread_time() - began_s < 0.5
 
 
 def azure(url: str, **more: Any) -> openai.AzureOpenAI:

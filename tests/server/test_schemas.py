@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any, Literal
 
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 from pydantic import BaseModel, Field
 
+from moe_infinity.server import grammars, limits
 from moe_infinity.server.grammars import json_part, tools_of
+from moe_infinity.server.refusals import Refused
+from moe_infinity.server.schemas import alternatives_of, for_grammar, types_of
 
 
 class Cat(BaseModel):
@@ -138,3 +142,80 @@ def test_alternatives_that_overlap_are_any_of_them():
     assert takes(schema, "1")
     assert takes(schema, "1.5")
     assert not takes(schema, '"1"')
+
+
+def test_a_value_with_very_many_alternatives_may_be_anything():
+    few: dict[str, Any] = {"anyOf": [{"type": "string"}] * 200}
+    many: dict[str, Any] = {"anyOf": [{"type": "string"}] * 300}
+    apart = {"anyOf": [{"$ref": f"#/$defs/{at}"} for at in range(20)]}
+    nested = apart | {"$defs": {str(at): {"anyOf": [{"type": "null"}] * 20} for at in range(20)}}
+    assert (len(alternatives_of(few, few)), types_of(few, few)) == (200, ["string"])
+    for schema in (many, nested):
+        assert (alternatives_of(schema, schema), types_of(schema, schema)) == ([{}], [])
+
+
+@pytest.mark.parametrize("is_one", [True, False])
+def test_many_alternatives_that_lead_to_a_long_union_are_read_in_time(is_one):
+    """The whole union was read for each of them."""
+    city = {"$ref": "#/$defs/city"}
+    options = {"oneOf": [city] * 3_000} if is_one else {"anyOf": [{"oneOf": [city]}] * 3_000}
+    began_s = time.thread_time()
+    json_part(options | {"$defs": {"city": {"anyOf": [{"type": "null"}] * 3_000}}}, "x")
+    assert time.thread_time() - began_s < 1
+
+
+def test_a_schema_that_is_too_long_is_refused_before_it_is_read(monkeypatch):
+    monkeypatch.setattr(grammars, "for_grammar", lambda *given: pytest.fail("it is read"))
+    with pytest.raises(Refused) as caught:
+        json_part({"const": "a" * limits.SCHEMA.most}, "x")
+    assert (caught.value.error.code, caught.value.error.param) == ("too_large", "x")
+
+
+# What zod 4 writes for z.email().
+EMAIL = (
+    r"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]@([A-Za-z0-9][A-Za-z0-9\-]*\.)+"
+    r"[A-Za-z]{2,}$"
+)
+
+
+def test_a_pattern_that_looks_around_is_left_to_its_format():
+    """As zod writes them, beside each other."""
+    schema = {"type": "string", "format": "email", "pattern": EMAIL}
+    assert takes(schema, '"a.b@example.com"')
+    assert not takes(schema, '"example.com"')
+
+
+@pytest.mark.parametrize("more", [{}, {"format": "path"}])
+def test_a_pattern_that_looks_around_is_refused_without_a_format_that_is_known(more):
+    schema = {"type": "string", "pattern": EMAIL} | more
+    grammar = json.dumps({"grammars": [json_part(schema, "x").grammar]})
+    assert LLMatcher.validate_grammar(grammar)
+
+
+def test_any_other_pattern_counts_beside_a_format():
+    schema = {"type": "string", "format": "date", "pattern": "^2026-"}
+    assert takes(schema, '"2026-01-01"')
+    assert not takes(schema, '"2025-01-01"')
+    schema = {"type": "string", "format": "time", "pattern": r"^\(?=x\)$"}  # a bracket, perhaps
+    assert for_grammar(schema, schema) == schema
+
+
+def test_a_pattern_that_is_null_beside_a_format_is_absent():
+    assert takes({"type": "string", "format": "date", "pattern": None}, '"2026-01-01"')
+
+
+def test_references_that_lead_to_a_long_union_or_are_long_are_read_in_time():
+    union = {"anyOf": [{"const": number} for number in range(250)]}
+    options = [{"$ref": "#/$defs/union"}, {"$ref": "x/" * 20_000}]
+    schema = {"$defs": {"union": union}, "oneOf": options * 2_000}
+    began_s = time.thread_time()
+    for_grammar(schema, schema)
+    assert time.thread_time() - began_s < 1
+
+
+def test_names_whose_schema_would_be_repeated_too_often_are_left_to_the_grammar():
+    names = {"enum": [f"name{number}" for number in range(1_000)]}
+    schema = {"propertyNames": names, "additionalProperties": {"const": "x" * 600}}
+    assert for_grammar(schema, schema) == schema
+    schema["additionalProperties"] = {"const": "x"}
+    assert len(for_grammar(schema, schema)["properties"]) == 1_000

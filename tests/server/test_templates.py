@@ -6,6 +6,7 @@ The templates here are small, and each behaves as those of some family of models
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,8 @@ import pytest
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from moe_infinity.server.rendering import TemplateRaised
-from moe_infinity.server.templates import ChatTemplate
+from moe_infinity.server.rendering import TemplateRaised, TemplateTooSlow
+from moe_infinity.server.templates import ChatTemplate, Rendering
 
 EACH = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 BEGIN = "{% if add_generation_prompt %}assistant:{% endif %}"
@@ -248,6 +249,39 @@ def test_another_template_is_tried_anew():
     assert "system: Ivy" in template.text(messages)
     tokenizer.chat_template = SYSTEM_FIRST
     assert "user: Ivy" in template.text(messages)
+
+
+def test_a_template_that_had_no_time_is_tried_anew(monkeypatch):
+    """What was not seen while the machine was busy was taken for what the template leaves out."""
+    template = ChatTemplate(tokenizer_with(LAST_SYSTEM))
+    messages = [said("system", "Hazel"), USER, said("system", "Ivy")]
+
+    def slow(*given: Any, **options: Any) -> str:
+        raise TemplateTooSlow("busy")
+
+    with monkeypatch.context() as busy:
+        busy.setattr(Rendering, "text", slow)
+        with pytest.raises(TemplateTooSlow):
+            template.text(messages)
+    assert template.text(messages) == "Hazel\nuser: Alder\nuser: Ivy\nassistant:"
+
+
+def test_only_whole_words_of_a_template_are_its_variables():
+    tokenizer = tokenizer_with("{% if thoughts %}{{ a.b }}{% endif %}{# well-known #}")
+    template = ChatTemplate(tokenizer)
+    found = [name for name in ("thoughts", "a", "b") if template.has_variable(name)]
+    assert found == ["thoughts", "a", "b"]
+    assert not any(map(template.has_variable, ("thought", "houghts", "", ".", "a.b", "well-known")))
+    tokenizer.chat_template = "{{ thought }}"
+    assert template.has_variable("thought")
+
+
+def test_the_name_of_a_variable_takes_no_time_however_long_it_is():
+    """It was part of a regular expression."""
+    template = ChatTemplate(tokenizer_with(EACH))
+    began_s = time.thread_time()
+    assert not template.has_variable("a" * 2_000_000)
+    assert time.thread_time() - began_s < 0.5
 
 
 FOLDER = os.environ.get("CHAT_TEMPLATES")  # a folder of *.jinja files, those of real models

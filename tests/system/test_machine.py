@@ -112,6 +112,14 @@ def test_a_control_group_without_a_real_limit_changes_nothing(group, text):
     assert machine.machine_memory_bytes() == PHYSICAL
 
 
+@pytest.mark.parametrize(("most", "high"), [("max", GIB), (GIB * 3 // 2, GIB), (GIB, GIB * 3 // 2)])
+def test_a_limit_above_which_a_group_is_slowed_down_counts_too(group, most, high):
+    """Above it a program is not ended, and hardly goes on: `MemoryHigh` of systemd."""
+    group({"memory.max": f"{most}\n", "memory.high": f"{high}\n", "memory.current": "1000\n"})
+    assert machine.machine_memory_bytes() == min(GIB, PHYSICAL)
+    assert machine.available_memory_bytes() == min(GIB - 1000, PHYSICAL)
+
+
 def test_the_older_control_groups_are_understood_too(group):
     group({"memory/memory.limit_in_bytes": f"{GIB}\n"})
     assert machine.machine_memory_bytes() == min(GIB, PHYSICAL)
