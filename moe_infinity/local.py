@@ -4,6 +4,7 @@ No torch here, which takes seconds to import: a mistyped name is an error before
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection
 from pathlib import Path
 
@@ -32,7 +33,7 @@ def find_local(model: str) -> str | None:
     the hub cache, or None if that is not there or not whole. Nothing is downloaded. Raises
     CheckpointError for several to choose from.
     """
-    is_path = Path(model).exists() or model.startswith((".", "/", "~"))
+    is_path = os.path.exists(model) or model.startswith((".", "/", "~"))
     if is_path or find_gguf(model) is not None:
         return model
     try:

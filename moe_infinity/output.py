@@ -31,10 +31,11 @@ def why_unwritable(path: Path) -> str | None:
     """The reason why no file can be written there, to be said before the work that fills it; None
     if none is known.
     """
-    folder = path.absolute().parent
-    if not folder.is_dir():
+    real = os.path.realpath(path)
+    folder = os.path.dirname(real)
+    if not os.path.isdir(folder):
         return f"the folder {folder} does not exist"
-    if path.is_dir() or not os.access(folder, os.W_OK):
+    if (os.path.exists(real) and not os.path.isfile(real)) or not os.access(folder, os.W_OK):
         return "no file can be written there"
     return None
 
@@ -42,8 +43,10 @@ def why_unwritable(path: Path) -> str | None:
 @contextmanager
 def whole_file(path: Path, *, is_private: bool = False) -> Iterator[BinaryIO]:
     """A file to write. It gets its name at the end of the block; after an error there is neither a
-    partial file nor a changed old one. A private one is for its owner alone. Raises OSError.
+    partial file nor a changed old one. A link stays one. A private file is for its owner alone.
+    Raises OSError.
     """
+    path = Path(os.path.realpath(path))
     partial = name_beside(path)
     try:
         with os.fdopen(create_new(partial, 0o600 if is_private else 0o666), "wb") as file:

@@ -13,7 +13,7 @@ import pytest
 
 from moe_infinity import output
 from moe_infinity.errors import TraceError
-from moe_infinity.output import DAMAGED, read_arrays, whole_file, write_arrays
+from moe_infinity.output import DAMAGED, read_arrays, whole_file, why_unwritable, write_arrays
 from moe_infinity.predict.tracefile import load_trace
 from moe_infinity.system import machine
 
@@ -41,6 +41,25 @@ def test_a_link_in_the_place_of_a_new_file_is_not_followed(tmp_path, monkeypatch
     with pytest.raises(FileExistsError), whole_file(tmp_path / "file"):
         pass
     assert not (tmp_path / "victim").exists()
+
+
+def test_a_link_to_a_file_stays_one_and_its_file_is_written(tmp_path):
+    target = tmp_path / "disk" / "target"
+    target.parent.mkdir()
+    link = tmp_path / "link"
+    link.symlink_to(target)
+    for content in (b"new", b"newer"):
+        assert why_unwritable(link) is None
+        with whole_file(link) as opened:
+            opened.write(content)
+        assert (link.is_symlink(), target.read_bytes()) == (True, content)
+
+
+def test_what_is_no_file_is_not_replaced_by_one(tmp_path):
+    """As /dev/null would be by root."""
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", tmp_path):
+        assert why_unwritable(path) == "no file can be written there"
 
 
 def archive(path: Path, sizes: dict[str, int]) -> Path:

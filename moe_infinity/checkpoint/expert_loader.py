@@ -116,8 +116,8 @@ class ExpertLoader:
         return extent is not None and self._reader.can_map(extent)
 
     def changed_file(self, num_known: int | None = None) -> Path | None:
-        """Return a file that was changed whose weights are used in the page cache, or None. Beside
-        so many changes, which are known.
+        """Return a file that was changed whose weights are used in the page cache, or None. The
+        first `num_known` changes do not count.
         """
         return self._reader.changed_file(num_known)
 

@@ -5,6 +5,7 @@ is chosen by these names.
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -97,9 +98,10 @@ def find_gguf(checkpoint: str) -> Path | None:
     CheckpointError for a folder with several.
     """
     path = expanded(checkpoint)
-    if path.suffix.lower() == ".gguf" and not path.is_dir():
+    is_folder = os.path.isdir(path)  # False for one that may not be entered, and for long texts
+    if path.suffix.lower() == ".gguf" and not is_folder:
         return path
-    if not path.is_dir() or (path / "config.json").exists():
+    if not is_folder or (path / "config.json").exists():
         return None
     names = sorted(file.name for file in path.glob("*.gguf"))
     models = gguf_models(names)

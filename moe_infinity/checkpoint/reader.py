@@ -61,7 +61,7 @@ class Reader:
         self._files: dict[Path, OpenFile] = {}
         self._mapped: dict[Path, MappedFile] = {}
         self._doubtful: set[Path] = set()  # of mapped files: those of which a read failed
-        self._mapped_again: list[Path] = []  # each time
+        self._mapped_again: list[Path] = []  # the file of each change that was noticed
         self._first: dict[Path, Fingerprint] = {}  # of files when they were first opened
         self._lock = threading.Lock()
         self._thread = threading.local()  # a bounce buffer, and whether its reads give way

@@ -39,7 +39,9 @@ def digest_of(model: nn.Module) -> str:
         digest.update(name.encode() + str(shape).encode())
         digest.update(values.float().cpu().numpy().tobytes())
     for name, module in model.named_modules():
-        if isinstance(getattr(module, "disable_adapters", None), bool):  # of models a method
+        if isinstance(
+            getattr(module, "disable_adapters", None), bool
+        ):  # a model has a method of this name
             values_of = [str(getattr(module, each, None)) for each in OF_ADAPTERS]
             digest.update(f"{name} {values_of}".encode())
     return digest.hexdigest()

@@ -30,7 +30,7 @@ def check_tokenizer(files: Iterable[Path]) -> None:
 
 
 def check_tokenizer_json(file: str, content: dict[str, Any]) -> None:
-    """The same for what a tokenizer.json has, wherever it lies."""
+    """Raise CheckpointError for the content of a tokenizer.json with ids that no tokenizer has."""
     model = content.get("model")
     if not isinstance(model, dict):
         raise CheckpointError(f"{file}: model is {shown(model)}, expected an object")

@@ -269,7 +269,10 @@ def chat(
         typer.Argument(help=MODEL_HELP, metavar="[MODEL]", callback=checkpoint_named),
     ] = None,
     url: Annotated[
-        str | None, typer.Option(help="Talk to this server instead of loading MODEL.")
+        str | None,
+        typer.Option(
+            help="Talk to this server instead of loading MODEL. It chooses what is not given here."
+        ),
     ] = None,
     api_key: Annotated[
         str | None,

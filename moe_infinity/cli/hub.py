@@ -7,6 +7,7 @@ interruption it keeps whole files; one that was under way begins anew.
 from __future__ import annotations
 
 import errno
+import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -82,7 +83,20 @@ class Download:
 
     def _is_here(self, file: HubFile) -> bool:
         path = try_to_load_from_cache(self.model, file.name, self.cache, self.commit)
-        return isinstance(path, str)
+        # 0: the hub does not say.
+        return isinstance(path, str) and file.num_bytes in (0, os.path.getsize(path))
+
+    def _fetch(self, file: HubFile, bar: type[tqdm]) -> None:
+        """Download a file. One that is here is not whole, and begins anew."""
+        path = try_to_load_from_cache(self.model, file.name, self.cache, self.commit)
+        hf_hub_download(
+            self.model,
+            file.name,
+            revision=self.commit,
+            cache_dir=self.cache,
+            force_download=isinstance(path, str),
+            tqdm_class=bar,
+        )
 
     def require_room(self) -> None:
         """Raises DownloadError if the disk has no room for what is missing."""
@@ -101,22 +115,15 @@ class Download:
         """
         self.require_room()
         here = self.bytes_here()
-        missing = [file.name for file in self.files if not self._is_here(file)]
+        missing = [file for file in self.files if not self._is_here(file)]
         bars: list[tqdm] = []
         stop = Event()
         bar = _bar_of(bars, stop)
-        fetch = partial(
-            hf_hub_download,
-            self.model,
-            revision=self.commit,
-            cache_dir=self.cache,
-            tqdm_class=bar,
-        )
         try:
             # Threads of a ThreadPool do not keep a process from ending, as after Ctrl-C.
             with explained(self.model, self.cache), ThreadPool(NUM_TRANSFERS) as pool:
                 on_bytes(here, self.num_bytes)
-                fetched = pool.imap_unordered(fetch, missing)
+                fetched = pool.imap_unordered(partial(self._fetch, bar=bar), missing)
                 while not _is_at_end(fetched):
                     on_bytes(here + sum(int(each.n) for each in bars), self.num_bytes)
                 on_bytes(self.num_bytes, self.num_bytes)
@@ -257,7 +264,7 @@ def explained(
         raise ConfigError(
             f"{model!r} is no id of a model, such as Qwen/Qwen3-30B-A3B: {error}"
         ) from error
-    except (HTTPError, OSError) as error:
+    except (HTTPError, OSError, RuntimeError, ValueError) as error:  # the last two of hf_xet
         raise DownloadError(
             f"{model}: {_explanation(error, model, cache, revision, hint)}"
         ) from error

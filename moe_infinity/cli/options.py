@@ -38,9 +38,9 @@ def checkpoint_named(model: str | None) -> str | None:
     ConfigError if it is not, and there is no such folder either; CheckpointError for a path with
     nothing at its end.
     """
-    if model and model.startswith((".", "/", "~")) and not expanded(model).exists():
+    if model and model.startswith((".", "/", "~")) and not os.path.exists(expanded(model)):
         raise CheckpointError(f"{model}: there is no such folder or file")
-    if model not in BUNDLED or Path(model).exists():
+    if model not in BUNDLED or os.path.exists(model):
         return model and os.path.expanduser(model)
     try:
         package = find_spec(BUNDLED[model])

@@ -105,12 +105,11 @@ def chat_with_server(
     require_extra(["httpx"])
     from moe_infinity.cli.chat_client import stream_chat
 
-    settings: dict[str, Any] = {"max_tokens": max_new_tokens, "temperature": temperature or 0.0}
-    if temperature and top_p is not None:
-        settings["top_p"] = top_p
-    if seed is not None:
-        settings["seed"] = seed
-    talk(partial(stream_chat, url, api_key, settings))
+    said = {"temperature": temperature, "top_p": top_p, "seed": seed}
+    settings: dict[str, Any] = {"max_tokens": max_new_tokens}
+    settings |= {name: value for name, value in said.items() if value is not None}
+    key = next(iter((api_key or "").split()), None)  # `serve` takes several in the same variable
+    talk(partial(stream_chat, url, key, settings))
 
 
 def require_extra(needs: Sequence[str] = NEEDS, extra: str = "serve") -> None:

@@ -203,7 +203,7 @@ class Forwarded(Response):
                             head = {"status": part.status, "headers": part.headers}
                             await send({"type": "http.response.start", **head})
                         elif part.headers is not None and kind_of(part) != kind:
-                            body = self._event(json.loads(body))  # a refusal of the next one
+                            body = self._event(json.loads(body), kind)  # a refusal of the next one
                         has_body = has_body or (part is not None and bool(body))
                         if body:
                             await _send_body(send, body)
@@ -223,15 +223,17 @@ class Forwarded(Response):
         """Send an event or a line where there are such; else the answer stays incomplete, which the
         client sees by its length.
         """
-        if kind == LINES:
-            await _send_body(send, json.dumps({"error": LOST}).encode() + b"\n", more=False)
-        elif kind == EVENTS:
-            await _send_body(send, self._event({"error": _error()}), more=False)
+        if kind in (LINES, EVENTS):
+            await _send_body(send, self._event({"error": _error()}, kind), more=False)
         else:
             raise ConnectionError(LOST)
 
-    def _event(self, refusal: dict[str, Any]) -> bytes:
-        """The body of a refusal as an event of the stream."""
+    def _event(self, refusal: dict[str, Any], kind: bytes | None) -> bytes:
+        """The body of a refusal as an event or line of the stream."""
+        if kind == LINES:
+            error = refusal["error"]  # a text, as in Ollama's API
+            text = error.get("message", LOST) if isinstance(error, dict) else error
+            return json.dumps({"error": text}).encode() + b"\n"
         if self._call.scope["path"].rstrip("/").endswith("/messages"):
             event = "event: error\ndata: " + json.dumps({"type": "error"} | refusal)
         else:

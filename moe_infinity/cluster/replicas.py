@@ -31,6 +31,7 @@ from moe_infinity.cluster.forwarding import (
     refused,
 )
 from moe_infinity.server.config import ServeConfig
+from moe_infinity.server.limits import CLIENTS
 
 LOSSES = (RayActorError, ActorUnavailableError)
 HEALTH_PERIOD_S = 2.0
@@ -134,7 +135,8 @@ def build_app(
     deployed = serve.deployment(
         ServedReplica,
         name="Replica",
-        max_ongoing_requests=config.max_batch + config.max_queue,
+        # As many as the queue takes of all clients, and others that need no seat.
+        max_ongoing_requests=config.max_batch + (CLIENTS.most + 1) * config.max_queue,
         health_check_period_s=HEALTH_PERIOD_S,
         graceful_shutdown_timeout_s=DRAIN_S,
         ray_actor_options={"num_cpus": cores},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import os
 import secrets
 import signal
@@ -20,6 +21,8 @@ from moe_infinity.cluster.config import numbers_of
 from moe_infinity.cluster.placement import join
 from moe_infinity.cluster.replicas import build_app
 from moe_infinity.server.config import LOOPBACK, ServeConfig
+from moe_infinity.system.files import expanded
+from moe_infinity.system.machine import core_limit, num_cores
 
 OBJECT_STORE_BYTES = 128 << 20  # of a Ray of our own; answers are small
 
@@ -70,12 +73,14 @@ def serve_replicas(
     model = model | {"cluster": "auto" if model["expert_hosts"] else None}
     cores = 1.0
     if cluster is None:
-        cores = max((os.cpu_count() or 1) // numbers_of(replicas)[-1], 1)
+        allowed = min(num_cores(), core_limit() or math.inf)
+        cores = max(allowed // numbers_of(replicas)[-1], 1)
     app = build_app(
         checkpoint,
         replicas=replicas,
         router=router,
-        model={name: str(v) if isinstance(v, Path) else v for name, v in model.items()},
+        # Replicas have another working folder.
+        model={name: str(v.absolute()) if isinstance(v, Path) else v for name, v in model.items()},
         server=_told(config),
         cores=cores,
     )
@@ -96,6 +101,12 @@ def serve_replicas(
 
 
 def _told(config: ServeConfig) -> dict[str, Any]:
-    """Return the config of a replica, with the keys: their file may be on this machine only."""
+    """Return the config of a replica, with the keys: their file may be on this machine only. It has
+    another working folder.
+    """
     keys = list(config.keys()) or None
-    return dataclasses.asdict(dataclasses.replace(config, api_key=keys, api_key_file=None))
+    store = config.prompt_store
+    if store not in (None, "off"):
+        store = str(expanded(store).absolute())
+    told = dataclasses.replace(config, api_key=keys, api_key_file=None, prompt_store=store)
+    return dataclasses.asdict(told)

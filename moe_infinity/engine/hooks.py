@@ -146,9 +146,8 @@ class StepReader:
         if isinstance(mask, torch.Tensor) and mask.ndim == 2:
             num_cached = mask.shape[1] - num_new
         else:  # none, or expanded for attention already, as with a static cache
-            # Continuous batching of transformers has caches of another kind.
-            length_of = getattr(cache, "get_seq_length", lambda: 0)
-            num_cached = int(length_of())
+            # Caches of transformers' continuous batching have none.
+            num_cached = int(cache.get_seq_length()) if hasattr(cache, "get_seq_length") else 0
             mask = self._prompt_mask if num_cached == 0 else None
         is_decode = num_new == 1 and num_cached > 0
         token_ids_T = input_ids.cpu().numpy().ravel() if input_ids is not None else None

@@ -87,7 +87,8 @@ class Vocabulary:
         if any(named.keys() >= {*names} for names in NO_END_BESIDE):
             no_end = named.pop("<|end|>", None)
         found = [self.ids[name] for name in ENDS if self.ids.get(name, no_end) != no_end]
-        return list(dict.fromkeys([*found, *sorted(named.values())]))
+        ends = list(dict.fromkeys([*found, *sorted(named.values())]))
+        return [token_id for token_id in ends if not self.is_word(token_id)] or ends
 
 
 def vocabulary_of(where: str, metadata: Mapping[str, Any], num_rows: int | None) -> Vocabulary:

@@ -194,8 +194,7 @@ class _LoadHook:
             say_untied(model)
         model.__class__ = self._kind.model_class
         if self._adapter is not None:
-            path, settings = self._adapter
-            model.load_adapter(path, **settings)
+            _load_adapter(model, *self._adapter)
 
     def offloading_class(self) -> Any:
         """The stock class with a load hook that leaves experts and packed linear layers on disk. An
@@ -280,6 +279,15 @@ def _contents(kind: Kind, files: Iterable[Path], model: Any, rules: list[Any]) -
     weights, own_rules = weights_of(model, kind.gguf)
     others, other_rules = kind.weights_beside(model)
     return Contents(weights | others, own_rules + other_rules, "gguf", kind.gguf.header_bytes)
+
+
+def _load_adapter(model: Any, path: str, settings: dict[str, Any]) -> None:
+    """Raises CheckpointError for an adapter that PEFT does not take, or that is not whole."""
+    try:
+        info = model.load_adapter(path, **settings)
+    except Exception as error:  # PEFT raises anything
+        raise CheckpointError(f"{path}: its adapter cannot be loaded: {error}") from error
+    _refuse_made_up_weights(path, info.to_dict())
 
 
 def _refuse_made_up_weights(checkpoint: str, info: dict[str, Any]) -> None:

@@ -149,8 +149,7 @@ class Mover:
     @property
     def is_preload_late(self) -> bool:
         """True if preloads are under way and no load has ended for long."""
-        late_s = time.perf_counter() - self._last_end
-        return self.num_preloading > 0 and late_s > LOAD_TIMEOUT_S
+        return self.num_preloading > 0 and time.perf_counter() > self._last_end + LOAD_TIMEOUT_S
 
     def num_read(self, keys: Collection[ExpertKey]) -> int:
         """How many of these loads, which have just begun, read from disk."""

@@ -55,7 +55,7 @@ class Prefix:
     _experts_TLK: Ints | None  # None: layers choose different numbers
     _passes: PromptPasses
     _model: weakref.ref[Any]  # the `MoE` that computes with it
-    _weights: str  # what it was like
+    _weights: str  # what the weights were, see `_weights_of`
 
     @property
     def num_bytes(self) -> int:

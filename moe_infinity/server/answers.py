@@ -273,7 +273,8 @@ class ChatAnswer(TextAnswer):
 
     def life_chunk(self) -> str:
         """A chunk without text: some clients count the comments that come between."""
-        return self._chunk(0, self.no_delta, Output())
+        unended = (at for at, choice in enumerate(self._choices) if choice.finish is None)
+        return self._chunk(next(unended, 0), self.no_delta, Output())
 
     def _finish_reason(self, index: int) -> str | None:
         finish = super()._finish_reason(index)

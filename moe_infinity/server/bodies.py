@@ -44,7 +44,7 @@ class BodyRoom:
     """The memory that bodies have, together and of each client."""
 
     def __init__(self, max_body: int = limits.BODY.most) -> None:
-        """`max_body`: the bytes of the largest body, which has room in any case."""
+        """`max_body`: the bytes of the largest body, which has room if no other is there."""
         self._used: Counter[str] = Counter()
         of_one = limits.BODIES_OF_ONE
         self._of_one = replace(of_one, most=max(of_one.most, max_body))
@@ -127,7 +127,7 @@ class JsonRequest(HttpRequest):
         return read() if len(data) <= SMALL else await self._preparation.run(self, read)
 
     def end(self) -> None:
-        """Give back the room of the body, once nothing of it is prepared any more."""
+        """Give back the room of the body."""
         self._room.give_back(self.state.client, self._num_bytes)
         if self._num_bytes > LARGE:
             self._preparation.return_memory_soon()

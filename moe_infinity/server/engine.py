@@ -80,20 +80,22 @@ class Engine:
 
     # called by any thread
 
-    def submit(self, running: Sequence[Running]) -> None:
-        """Queue sequences, all of them or none.
+    def submit(self, running: Sequence[Running], *, is_begun: bool = False) -> None:
+        """Queue sequences, all of them or none. `is_begun`: others of their request were queued, so
+        they are taken to the end, and come again if there is no room.
 
         Raises QueueFull, EngineStopped, and ConfigError for more than the queue can hold.
         """
         if len(running) > self.config.max_queue:
             raise ConfigError(f"{len(running)} sequences, at most {self.config.max_queue} may wait")
         with self._changed:
-            if self._is_draining or self.death is not None:
+            is_draining = self._is_draining and not (is_begun and not self._is_closing)
+            if is_draining or self.death is not None:
                 raise EngineStopped("the server takes no more requests")
             try:
                 self._waiting.add(running)
             except QueueFull:
-                self.counts.refused += len(running)
+                self.counts.refused += 0 if is_begun else len(running)
                 raise
             self._changed.notify()
 

@@ -47,6 +47,7 @@ class Exchange:
         self._said: dict[int, int] = {}  # tokens of each prompt that were read
         self._running: list[Running] = []
         self._later: deque[Running] = deque()  # of these, those that wait here
+        self._at_once = 0  # how many may be in the engine
 
     def running(self, requests: Sequence[Request]) -> list[Running]:
         """Return sequences that are to be submitted, from any thread."""
@@ -56,26 +57,30 @@ class Exchange:
         ]
 
     def submit(self, running: list[Running], at_once: int | None = None) -> None:
-        """Queue the sequences, or so many of them, and the others one by one as these end. Raises
-        what `Engine.submit` raises.
+        """Queue the sequences, or so many of them, and the others as these end. Raises what
+        `Engine.submit` raises.
         """
         first = running[:at_once]
         self._engine.submit(first)
         self._running = running
+        self._at_once = len(first)
         self._later.extend(running[len(first) :])
 
-    def _submit_next(self, num_open: int) -> None:
-        """Queue one of those that wait here. While other requests of the client fill the queue, it
-        waits for the next end of one of its own. Raises QueueFull if there is none.
+    async def _submit_later(self, num_open: int) -> None:
+        """Queue those that wait here, as far as there is room. Raises QueueFull if others have
+        taken it until the deadline.
         """
-        if not self._later:
-            return
-        try:
-            self._engine.submit([self._later[0]])
-            self._later.popleft()
-        except QueueFull:
-            if num_open == len(self._later):
-                raise
+        while self._later and (num_queued := num_open - len(self._later)) < self._at_once:
+            try:
+                self._engine.submit([self._later[0]], is_begun=True)
+            except QueueFull:
+                if num_queued > 0:  # the next end of one of them tries again
+                    return
+                if time.monotonic() > self._later[0].deadline:
+                    raise
+                await asyncio.sleep(PROGRESS_PERIOD_S)
+            else:
+                self._later.popleft()
 
     def _deliver(self, choice: int, output: Output) -> None:
         """Put an output into the queue, from any thread."""
@@ -179,7 +184,7 @@ class Exchange:
                 num_open -= output.is_last
                 self._answer.add(choice, output)
                 if output.is_last:
-                    self._submit_next(num_open)
+                    await self._submit_later(num_open)
                 yield choice, output
             outcome = "done"
         finally:

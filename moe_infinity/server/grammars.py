@@ -340,7 +340,7 @@ def _plain_argument(lark: Lark, around: tuple[str, str], key: str, schema: Any, 
 def _string(lark: Lark, behind: str, schema: dict[str, Any], tool: Tool) -> str:
     """An expression for a string without quotes, and what is behind it."""
     unknown = {"pattern", "not"} & schema.keys()
-    if schema.get("format") in FORMATS:  # to which no more is seen here
+    if schema.get("format") in FORMATS:  # neither is checked here
         unknown.discard("pattern")
     if unknown:
         message = f"not for strings in calls of this model: {min(unknown)}"

@@ -30,8 +30,10 @@ ITEMS = Limit("objects, arrays, names and values of JSON, together", 300_000, "i
 DEPTH = Limit("arrays and objects inside each other", 200, "levels", 400)
 UPLOAD_S = Limit("time for a whole body", 30, "s", 408)
 CHUNK_BYTES = Limit("bytes of a chunk of a body on average, at least", 16, "bytes", 0)
-BODIES = Limit("bodies of all clients, until an answer begins", 32 * MIB, "bytes", 429)
-BODIES_OF_ONE = Limit("those bodies of one client", 16 * MIB, "bytes", 429)
+BODIES = Limit(
+    "bodies of all clients, until an answer begins (or two of --max-body)", 32 * MIB, "bytes", 429
+)
+BODIES_OF_ONE = Limit("those bodies of one client (or one of --max-body)", 16 * MIB, "bytes", 429)
 # Of its lists and objects, by field.
 PROMPTS = Limit("prompts", 2_048, "items", 400, "prompt, input")
 MESSAGES = Limit("messages", 10_000, "items", 400, "messages, input")

@@ -152,7 +152,7 @@ class ResponseAnswer(ChatAnswer):
         """The events that end a stream with an error: some clients know only the first, some only
         the second.
 
-        The fields of that are flat, as documented, and nested, as clients need them to raise an
+        The fields of `error` are flat, as documented, and nested, as clients need them to raise an
         error.
         """
         error = refused.error.model_dump()

@@ -65,12 +65,13 @@ def alternatives_of(
             waiting.extend(options[: most + 1])
         else:
             kinds = each.get("type")
-            found += (
-                [each | {"type": kind} for kind in kinds] if isinstance(kinds, list) else [each]
-            )
+            if isinstance(kinds, list):
+                found += [each | {"type": kind} for kind in kinds[: len(TYPES)]]
+            else:
+                found.append(each)
             if each.get("nullable") is True:
                 found.append({"type": "null"})
-    return found or [{}]
+    return found if 0 < len(found) <= most else [{}]
 
 
 def types_of(schema: Any, root: Mapping[str, Any]) -> list[str]:
@@ -182,11 +183,14 @@ def _told_apart(schema: dict[str, Any], root: Mapping[str, Any]) -> dict[str, An
 
 def _different(options: Sequence[Any], root: Mapping[str, Any]) -> str | None:
     """Return the name of a property that is another constant string in each of these schemas."""
+    if len(options) > MOST_LOOKED_AT:
+        return None
     found = []
     for option in options:
         alternatives = alternatives_of(option, root, most=1)
         properties = alternatives[0].get("properties") if len(alternatives) == 1 else None
-        known = properties.items() if isinstance(properties, dict) else ()
+        is_short = isinstance(properties, dict) and len(properties) <= MOST_LOOKED_AT
+        known = properties.items() if properties is not None and is_short else ()
         values = {name: each.get("const") for name, each in known if isinstance(each, dict)}
         found.append({name: each for name, each in values.items() if isinstance(each, str)})
     names: list[str] = list(found[0]) if found else []

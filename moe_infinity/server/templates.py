@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import re
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -118,6 +119,8 @@ class ChatTemplate:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._tried: dict[str, Forms] = {}  # template -> what was found by trying it
+        self._trying = threading.Lock()
+        self._was_slow = False  # a trial ended because a text took too long
         self._words: dict[str, frozenset[str]] = {}  # template -> all that may be a variable
 
     @property
@@ -172,11 +175,17 @@ class ChatTemplate:
             self.forms()
 
     def forms(self) -> Forms:
-        """The forms that the template takes, which are found once. Raises TemplateTooSlow."""
+        """The forms that the template takes, which are found once. Raises TemplateTooSlow the first
+        time; then the machine may be busy.
+        """
         template = str(self._tokenizer.chat_template)
-        if template not in self._tried:
-            self._tried = {template: TemplateTrial(self._tokenizer).forms}
-        return self._tried[template]
+        with self._trying:
+            if template not in self._tried:
+                was_slow = self._was_slow
+                self._was_slow = True
+                trial = TemplateTrial(self._tokenizer, passes_over_slow=was_slow)
+                self._tried = {template: trial.forms}
+            return self._tried[template]
 
     def _repaired(
         self, rendering: Rendering, messages: Messages, forms: Forms, options: dict[str, Any]
@@ -198,8 +207,10 @@ class ChatTemplate:
 class TemplateTrial:
     """Finds the forms that a template takes, by rendering."""
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, *, passes_over_slow: bool) -> None:
+        """`passes_over_slow`: a text that takes too long is one that the template does not take."""
         self._tokenizer = tokenizer
+        self._passes_over_slow = passes_over_slow
 
     @property
     def forms(self) -> Forms:
@@ -224,9 +235,9 @@ class TemplateTrial:
         try:
             rendering = Rendering(self._tokenizer)
             return rendering.text(shaped(messages, forms), add_generation_prompt=True, **options)
-        except TemplateTooSlow:  # that says nothing about the template
-            raise
-        except TemplateRaised:
+        except TemplateRaised as error:
+            if isinstance(error, TemplateTooSlow) and not self._passes_over_slow:
+                raise
             return None
 
     def _keeps(self, messages: Messages, forms: Forms, *words: str) -> bool:

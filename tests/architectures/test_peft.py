@@ -5,6 +5,7 @@ the package peft, see CONTRIBUTING.md.
 from __future__ import annotations
 
 import importlib
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from moe_infinity import MoE, UnsupportedModelError
+from moe_infinity import CheckpointError, MoE, UnsupportedModelError
 from moe_infinity.architectures.model_parts import PackedLinear
 from tests.architectures.test_decoder_layers import TOKENS, logits_of, saved
 from tests.quantized_checkpoints import build
@@ -134,6 +135,17 @@ def test_an_adapter_in_the_folder_of_a_model_is_loaded_with_it(tmp_path):
     with MoE(folder, host_memory="50%") as moe:
         assert any("lora_A" in name for name, _ in moe.model.named_parameters())
         assert_close(steps(moe.model), steps(stock))
+
+
+def test_an_adapter_in_the_folder_that_does_not_fit_is_an_error(tmp_path):
+    folder = saved("Mixtral", tmp_path / "model")
+    stock = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
+    adapted(stock, peft.LoraConfig(target_modules=ATTENTION, **RANDOM)).save_pretrained(folder)
+    file = folder / "adapter_config.json"
+    config = json.loads(file.read_text("utf-8"))
+    file.write_text(json.dumps(config | {"target_modules": ["nobody"]}), "utf-8")
+    with pytest.raises(CheckpointError, match="its adapter cannot be loaded: .*nobody"):
+        MoE(folder)
 
 
 def test_adapters_on_experts_are_an_error(tmp_path):

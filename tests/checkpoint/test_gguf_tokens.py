@@ -11,6 +11,7 @@ import pytest
 
 from moe_infinity import CheckpointError
 from moe_infinity.gguf.tokenizer import chat_template_of, tokenizer_of
+from moe_infinity.gguf.vocabulary import Vocabulary
 from tests.checkpoint.gguf_originals import (
     TEXTS,
     gguf_of,
@@ -132,6 +133,12 @@ def test_a_begin_or_end_that_is_a_word_stays_in_the_text(name, qwen):
     assert token_id in ids
     assert found.decode(ids, skip_special_tokens=True) == "x, y"
     assert token_id not in found.all_special_ids
+
+
+def test_an_answer_does_not_end_with_a_word_if_there_is_another_end():
+    kinds = [NORMAL, NORMAL, CONTROL]
+    assert Vocabulary("gpt2", ["a", ",", "<|im_end|>"], kinds, {"eos": 1}).ends() == [2]
+    assert Vocabulary("gpt2", ["a", ",", "<b>"], kinds, {"eos": 1}).ends() == [1]
 
 
 @pytest.mark.parametrize("name", ["bos", "eos"])

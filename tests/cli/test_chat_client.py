@@ -136,6 +136,21 @@ def test_a_server_is_asked_for_the_top_p_that_was_given(command):
     assert [body["top_p"] for body in server.asked] == [0.25, 1]
 
 
+def test_a_server_chooses_what_was_not_given(command):
+    with scripted(DELTA) as server:
+        for options in ((), ("--top-p", 0.5), ("--temperature", 0)):
+            assert chat(command, server.url, *options).code == 0
+    asked = [{"temperature", "top_p", "seed"} & body.keys() for body in server.asked]
+    assert asked == [set(), {"top_p"}, {"temperature"}]
+
+
+def test_the_first_of_several_keys_is_that_of_this_user(command):
+    """`serve` takes several in the same variable."""
+    with scripted(DELTA) as server:
+        assert chat(command, server.url, "--api-key", "first second").code == 0
+    assert [key for key in server.keys if key] == ["Bearer first"]
+
+
 @pytest.mark.parametrize("top_p", ["0", "-0.1", "1.1", "nan"])
 def test_top_p_is_above_0_for_a_model_and_for_a_server(command, top_p):
     for where in (["models/demo"], ["--url", "http://127.0.0.1:1"]):

@@ -61,6 +61,10 @@ def test_a_mistyped_model_is_an_error_before_torch_is_imported(tmp_path, error_o
     assert error_of(command, model, *more).startswith(f"error: {model}: ")
 
 
+def test_a_text_in_the_place_of_a_model_is_an_error_like_others(error_of):
+    assert error_of("inspect", "Write a haiku about rain. " * 20).startswith("error: Write a haiku")
+
+
 @pytest.fixture(scope="module")
 def commands() -> Iterator[subprocess.Popen[str]]:
     environment = {"PATH": "", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(Path(__file__).parents[2])}

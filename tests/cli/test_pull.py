@@ -66,6 +66,17 @@ def test_a_pulled_model_runs_without_a_network(command, hub, tiny_checkpoint):
     assert there.code == 0
 
 
+def test_a_file_that_is_not_whole_is_fetched_again(command, hub, tiny_checkpoint, tmp_path):
+    command("pull", "some/model")
+    file = next((tmp_path / "cache").rglob("snapshots/*/model.safetensors"))
+    os.truncate(file, 10)
+    assert command("pull", "some/model").code == 0
+    assert file.read_bytes() == (tiny_checkpoint / "model.safetensors").read_bytes()
+    hub.requests.clear()
+    assert command("pull", "some/model").code == 0
+    assert not any("model.safetensors" in str(request) for request in hub.requests)
+
+
 def test_a_revision_is_run_by_its_folder(command, hub, tiny_checkpoint, tmp_path):
     commit = hub.add("some/model", tiny_checkpoint, revisions=("main", "v2"))
     outcome = command("pull", "some/model", "--revision", "v2")

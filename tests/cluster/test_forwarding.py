@@ -282,3 +282,18 @@ def test_a_refusal_of_the_second_replica_is_an_event(hasty):
     answer = fetched(ask, "GET", "/stream")
     assert answer.status_code == 200
     assert answer.text.endswith('data: {"error": {"code": "stopped"}}\n\n')
+
+
+def test_a_refusal_of_the_second_replica_is_a_line_where_there_are_lines(hasty):
+    asked = []
+    lines = [(b"content-type", b"application/x-ndjson")]
+
+    async def ask(call: HttpCall) -> AsyncGenerator[AnswerPart, None]:
+        asked.append(call)
+        if len(asked) > 1:
+            yield AnswerPart(b'{"error": "the queue is full"}', 429, [(b"content-type", b"x/json")])
+            return
+        yield AnswerPart(b"", 200, lines)
+        raise Died("killed")
+
+    assert fetched(ask, "GET", "/stream").text == '{"error": "the queue is full"}\n'

@@ -68,6 +68,14 @@ def test_a_saved_prefix_is_of_text_alone(folder, files, tmp_path):
             moe.generate(**inputs, pixel_values_videos=inputs["input_ids"], prefix=prefix)
 
 
+def test_what_a_processor_does_not_take_is_an_error_of_ours(folder, files, monkeypatch):
+    with MoE(folder, host_memory="50%", dtype="float32") as moe:
+        fail = lambda *given: next(iter(()))  # noqa: E731  # as where a text has marks of images
+        monkeypatch.setattr("moe_infinity.images.question.model_inputs", fail)
+        with pytest.raises(ConfigError, match="processor does not take this: StopIteration"):
+            question(moe, TEXT, files)
+
+
 def test_a_model_without_eyes_has_no_processor(tiny_checkpoint, files):
     with MoE(tiny_checkpoint, host_memory="50%") as moe:
         assert moe.processor is None

@@ -170,7 +170,9 @@ def test_a_folder_that_does_not_give_its_names_is_given_up(moe, tmp_path, monkey
     monkeypatch.setattr(prompt_store, "READ_S", 0.05)
     monkeypatch.setattr(PromptStore, "size", size)
     answered(engine, LONGER)
+    num_looks = len(looks)
     answered(engine, [5, *LONGER])
+    assert len(looks) == num_looks, "it was given up"
     stuck.set()
     engine.close()
     assert "reading took more than 0.05 s: it is not used any more" in caplog.text

@@ -200,6 +200,18 @@ def test_any_other_pattern_counts_beside_a_format():
     assert for_grammar(schema, schema) == schema
 
 
+def test_a_schema_of_many_types_or_properties_is_read_in_time_and_memory():
+    number = {f"key{at}": 1 for at in range(2_000)}
+    kinds = {"type": ["string"] * 2_000, **number}
+    assert alternatives_of(kinds, {}, most=1) == [{}]
+    assert len(alternatives_of(kinds, {})) <= 7
+    many = {"properties": {f"key{at}": {"const": "a"} for at in range(5_000)}}
+    schema = {"$defs": {"a": many}, "oneOf": [{"$ref": "#/$defs/a"}] * 5_000}
+    began_s = time.thread_time()
+    for_grammar(schema, schema)
+    assert time.thread_time() - began_s < 1
+
+
 def test_a_pattern_that_is_null_beside_a_format_is_absent():
     assert takes({"type": "string", "format": "date", "pattern": None}, '"2026-01-01"')
 

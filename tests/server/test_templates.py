@@ -266,6 +266,24 @@ def test_a_template_that_had_no_time_is_tried_anew(monkeypatch):
     assert template.text(messages) == "Hazel\nuser: Alder\nuser: Ivy\nassistant:"
 
 
+def test_a_text_that_is_too_slow_twice_is_one_that_the_template_does_not_take(monkeypatch):
+    """Else nobody could chat."""
+    template = ChatTemplate(tokenizer_with(LAST_SYSTEM))
+    text = Rendering.text
+
+    def slow_with_calls(rendering: Rendering, messages: Any, **options: Any) -> str:
+        if any("tool_calls" in message for message in messages):
+            raise TemplateTooSlow("it does not end")
+        return text(rendering, messages, **options)
+
+    monkeypatch.setattr(Rendering, "text", slow_with_calls)
+    with pytest.raises(TemplateTooSlow):
+        template.text([USER])
+    template.try_out()
+    assert template.text([USER]) == "\nuser: Alder\nassistant:"
+    assert not template.forms().has_calls
+
+
 def test_only_whole_words_of_a_template_are_its_variables():
     tokenizer = tokenizer_with("{% if thoughts %}{{ a.b }}{% endif %}{# well-known #}")
     template = ChatTemplate(tokenizer)

@@ -21,7 +21,7 @@ SHORT = {
     "self._greet": "one caller of the port of expert hosts",
     "self._run": "one generation",
     "self._helper": "nothing but machine code and a queue",
-    "self._template.forms": "one template, tried at the start",
+    "self._template.try_out": "one template, tried at the start",
     "tokenize": "one text, tried at the start",
     "_read": "files that the page cache lacks, whose errors are left to who loads the model",
     "_run": "work of others, whose errors go to who waits for it",

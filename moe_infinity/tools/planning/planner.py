@@ -21,6 +21,7 @@ from moe_infinity.tools.planning.fit import Fit, ModelSizes, fit
 from moe_infinity.tools.planning.hit_rates import HitRate, expected_hit_rates
 from moe_infinity.tools.planning.machine import PlanMachine
 from moe_infinity.tools.planning.rates import this_machine
+from moe_infinity.tools.planning.remote import all_parts, parts_of
 from moe_infinity.tools.planning.speed import Constants, Speed, speed
 
 DISK_S = 3.0
@@ -73,7 +74,12 @@ class RunPlan:
         """The commands to type; none if the model does not run."""
         if self.outlook.fit.refusal is not None:
             return ()
-        model = quote(self.sizes.model)
+        model = self.sizes.model
+        include = ""
+        if self.sizes.folder is None:  # of a hub, perhaps with a file
+            model, file = parts_of(model)
+            include = f" --include {quote(all_parts(file))}" if file else ""
+        model = quote(model)
         run = f'moe-infinity run {model} -p "Write a haiku about rain." --report'
         if self.planned.config_from is not None:
             run += f" --config {quote(self.planned.config_from)}"
@@ -81,7 +87,7 @@ class RunPlan:
             run += f" --kv-dtype {self.sizes.kv.dtype}"
         if self.planned.host_memory is not None:
             run += f" --host-memory {quote(self.planned.host_memory)}"
-        download = (f"moe-infinity pull {model}",) if self.sizes.folder is None else ()
+        download = (f"moe-infinity pull {model}{include}",) if self.sizes.folder is None else ()
         return *download, run
 
     def as_dict(self) -> dict[str, Any]:

@@ -38,14 +38,15 @@ def hollow_copy(model: str) -> Iterator[Path]:
     """A folder, or a GGUF file in one, for `owner/name` or `owner/name/FILE.gguf`. Gone afterwards.
     Raises CheckpointError, DownloadError, ConfigError for what is no id.
     """
-    repo, file = _split(model)
+    repo, file = parts_of(model)
     with tempfile.TemporaryDirectory(prefix="moe-infinity-plan-") as text:
         folder = Path(text)
         with explained(repo, folder, hint=HINT):
             info = HfApi().model_info(repo, files_metadata=True, timeout=ANSWER_S)
             sizes = {one.rfilename: one.size or 0 for one in info.siblings or ()}
             source = HubFiles(repo, str(info.sha), sizes, folder)
-            if file or "config.json" not in sizes:
+            has_others = "config.json" in sizes and not {SINGLE, INDEX}.isdisjoint(sizes)
+            if file or not (has_others or gguf_models(sizes) == []):
                 path = source.copy_gguf(source.find_gguf(file))
             else:
                 source.copy_safetensors()
@@ -53,12 +54,17 @@ def hollow_copy(model: str) -> Iterator[Path]:
         yield path
 
 
-def _split(model: str) -> tuple[str, str]:
+def parts_of(model: str) -> tuple[str, str]:
     """The repo, and the file within it if one is named."""
     parts = model.split("/")
     if len(parts) > 2 and model.endswith(".gguf"):
         return "/".join(parts[:2]), "/".join(parts[2:])
     return model, ""
+
+
+def all_parts(file: str) -> str:
+    """A pattern for a GGUF file and, of a split one, the other parts."""
+    return file if len(gguf_parts(file)) == 1 else file.replace("-00001-of-", "-*-of-")
 
 
 class HubFiles:

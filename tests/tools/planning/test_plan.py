@@ -164,6 +164,20 @@ def test_a_model_of_the_hub_is_downloaded_first(sizes, machine):
     assert plan.commands[1].endswith("--host-memory 2GB")
 
 
+@pytest.mark.parametrize(
+    ("file", "include"),
+    [
+        ("A-Q4_K_M.gguf", "A-Q4_K_M.gguf"),
+        ("Q4/A-00001-of-00003.gguf", "'Q4/A-*-of-00003.gguf'"),
+    ],
+)
+def test_a_file_of_the_hub_is_downloaded_by_its_name(sizes, machine, file, include):
+    remote = replace(sizes, folder=None, model=f"some/model/{file}")
+    plan = make_plan(remote, machine, PlannedRun(), Constants())
+    assert plan.commands[0] == f"moe-infinity pull some/model --include {include}"
+    assert plan.commands[1].startswith("moe-infinity run some/model -p ")
+
+
 def test_a_path_is_quoted_in_the_command(sizes, machine):
     spaced = replace(sizes, model="/tmp/packed 1")
     (run,) = make_plan(spaced, machine, PlannedRun(), Constants()).commands
