@@ -71,10 +71,10 @@ class Vocabulary:
         fill keys in which say nothing of the model.
         """
         has_kinds = any(kind != TokenKind.NORMAL for kind in self.kinds)
-        is_normal = self.kinds[token_id] == TokenKind.NORMAL
+        if not has_kinds or self.kinds[token_id] != TokenKind.NORMAL:
+            return False
         text = self.tokens[token_id]
-        is_mark = text in NAMES_OF_ENDS or MARK.fullmatch(text) is not None
-        return has_kinds and is_normal and not is_mark
+        return text not in NAMES_OF_ENDS and MARK.fullmatch(text) is None
 
     def ends(self) -> list[int]:
         """The ids of tokens after which an answer is over, eos first."""
