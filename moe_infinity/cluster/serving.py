@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Event
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 from ray import serve
@@ -65,8 +65,6 @@ def serve_replicas(
     router: str,
 ) -> None:
     """Serve until SIGTERM or Ctrl-C, and then finish the answers under way. Raises ConfigError."""
-    if Path(checkpoint).exists():
-        checkpoint = str(Path(checkpoint).absolute())  # replicas have another working folder
     if config.host not in LOOPBACK and not config.keys():
         logger.warning("anyone who reaches %s can use this model: no API key", config.host)
     cluster = model["cluster"]
@@ -75,12 +73,13 @@ def serve_replicas(
     if cluster is None:
         allowed = min(num_cores(), core_limit() or math.inf)
         cores = max(allowed // numbers_of(replicas)[-1], 1)
+    paths = {name: value for name, value in model.items() if isinstance(value, Path)}
+    model |= {name: str(path.absolute()) for name, path in paths.items()}
     app = build_app(
-        checkpoint,
+        from_anywhere(checkpoint),
         replicas=replicas,
         router=router,
-        # Replicas have another working folder.
-        model={name: str(v.absolute()) if isinstance(v, Path) else v for name, v in model.items()},
+        model=model | {"config_from": from_anywhere(model.get("config_from"))},
         server=_told(config),
         cores=cores,
     )
@@ -100,13 +99,26 @@ def serve_replicas(
             serve.shutdown()
 
 
-def _told(config: ServeConfig) -> dict[str, Any]:
-    """Return the config of a replica, with the keys: their file may be on this machine only. It has
-    another working folder.
+Named = TypeVar("Named", str, None)
+
+
+def from_anywhere(name: Named) -> Named:
+    """Return the absolute path of what is here, since replicas have another working folder; another
+    name, such as a hub id, as it is.
     """
+    if name is None or not os.path.exists(expanded(name)):
+        return name
+    return str(expanded(name).absolute())
+
+
+def _told(config: ServeConfig) -> dict[str, Any]:
+    """Return the config of a replica, with the keys: their file may be on this machine only."""
     keys = list(config.keys()) or None
     store = config.prompt_store
-    if store not in (None, "off"):
+    if store is not None and store != "off":  # it may be made later
         store = str(expanded(store).absolute())
-    told = dataclasses.replace(config, api_key=keys, api_key_file=None, prompt_store=store)
+    places = None if config.allow_media is None else [*map(from_anywhere, config.allow_media)]
+    told = dataclasses.replace(
+        config, api_key=keys, api_key_file=None, prompt_store=store, allow_media=places
+    )
     return dataclasses.asdict(told)
