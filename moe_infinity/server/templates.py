@@ -181,10 +181,12 @@ class ChatTemplate:
         template = str(self._tokenizer.chat_template)
         with self._trying:
             if template not in self._tried:
-                was_slow = self._was_slow
-                self._was_slow = True
-                trial = TemplateTrial(self._tokenizer, passes_over_slow=was_slow)
-                self._tried = {template: trial.forms}
+                trial = TemplateTrial(self._tokenizer, passes_over_slow=self._was_slow)
+                try:
+                    self._tried = {template: trial.forms}
+                except TemplateTooSlow:
+                    self._was_slow = True
+                    raise
             return self._tried[template]
 
     def _repaired(
