@@ -11,6 +11,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
+from functools import cached_property
 from typing import Any
 
 from moe_infinity.errors import CheckpointError
@@ -66,12 +67,16 @@ class Vocabulary:
     ids: dict[str, int] = field(default_factory=dict)  # of special tokens, by ID_KEYS
     suppressed: list[int] = field(default_factory=list)  # ids that a model never writes
 
+    @cached_property
+    def _has_kinds(self) -> bool:
+        """False for a file that says of no token what kind it is."""
+        return any(kind != TokenKind.NORMAL for kind in self.kinds)
+
     def is_word(self, token_id: int) -> bool:
         """Return True for a token that is text, even if a key names it: programs that write files
         fill keys in which say nothing of the model.
         """
-        has_kinds = any(kind != TokenKind.NORMAL for kind in self.kinds)
-        if not has_kinds or self.kinds[token_id] != TokenKind.NORMAL:
+        if not self._has_kinds or self.kinds[token_id] != TokenKind.NORMAL:
             return False
         text = self.tokens[token_id]
         return text not in NAMES_OF_ENDS and MARK.fullmatch(text) is None
