@@ -45,8 +45,8 @@ def hollow_copy(model: str) -> Iterator[Path]:
             info = HfApi().model_info(repo, files_metadata=True, timeout=ANSWER_S)
             sizes = {one.rfilename: one.size or 0 for one in info.siblings or ()}
             source = HubFiles(repo, str(info.sha), sizes, folder)
-            has_others = "config.json" in sizes and not {SINGLE, INDEX}.isdisjoint(sizes)
-            if file or not (has_others or gguf_models(sizes) == []):
+            has_safetensors = "config.json" in sizes and not {SINGLE, INDEX}.isdisjoint(sizes)
+            if file or (gguf_models(sizes) and not has_safetensors):
                 path = source.copy_gguf(source.find_gguf(file))
             else:
                 source.copy_safetensors()
