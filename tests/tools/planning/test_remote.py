@@ -59,6 +59,16 @@ def test_a_gguf_file_of_the_hub_is_read_as_far_as_its_header(hub, gguf_file, tmp
     assert replace(found, model="", folder=None) == replace(local, model="", folder=None)
 
 
+def test_a_config_beside_gguf_files_makes_no_other_model_of_them(hub, gguf_file, tmp_path):
+    """Who quantizes a model may publish its config, too."""
+    folder = tmp_path / "with config"
+    folder.mkdir()
+    shutil.copy(gguf_file, folder / "model.gguf")
+    (folder / "config.json").write_text('{"model_type": "qwen3_moe"}', "utf-8")
+    hub.add("some/gguf", folder)
+    assert sizes_of("some/gguf").num_experts == sizes_of(str(gguf_file)).num_experts
+
+
 def test_of_several_gguf_files_one_has_to_be_named(hub, gguf_file, tmp_path):
     folder = tmp_path / "repo"
     folder.mkdir()
