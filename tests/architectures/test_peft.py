@@ -17,16 +17,11 @@ from torch import Tensor
 from moe_infinity import CheckpointError, MoE, UnsupportedModelError
 from moe_infinity.architectures.model_parts import PackedLinear
 from tests.architectures.test_decoder_layers import TOKENS, logits_of, saved
+from tests.peft_warnings import IGNORED
 from tests.quantized_checkpoints import build
 
 peft = pytest.importorskip("peft")
-pytestmark = [
-    pytest.mark.arithmetic,
-    pytest.mark.filterwarnings("ignore::UserWarning:peft"),
-    pytest.mark.filterwarnings("ignore::RuntimeWarning:peft"),
-    # peft asks for names that transformers 5.24 deprecates
-    pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"),
-]
+pytestmark = [pytest.mark.arithmetic, *IGNORED]
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 SHARED = ["shared_expert.gate_proj", "shared_expert.down_proj", "shared_expert_gate"]

@@ -11,16 +11,11 @@ import pytest
 import torch
 
 from moe_infinity import ConfigError, MoE
+from tests.peft_warnings import IGNORED
 from tests.prefixes.tiny_models import TEXT, answer, assert_same
 
 peft = pytest.importorskip("peft")
-pytestmark = [
-    pytest.mark.arithmetic,
-    pytest.mark.filterwarnings("ignore::UserWarning:peft"),
-    pytest.mark.filterwarnings("ignore::RuntimeWarning:peft"),
-    # peft asks for names that transformers 5.24 deprecates
-    pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"),
-]
+pytestmark = [pytest.mark.arithmetic, *IGNORED]
 
 Change = Callable[[Any], None]  # of a model with the adapters "one" and "two", of which "one" is on
 CHANGES: dict[str, tuple[Change, Change]] = {  # and what takes it back
