@@ -124,7 +124,7 @@ class MoE:
                 self.model, layers, checkpoint=self.checkpoint, backend=hooks.BACKEND
             )
             hooks.attach(self.model, layers, self._experts, early_router, self._blocks)
-            self._steps = StepReader(self.model, self._experts, self._lock)
+            self._steps = StepReader(self.model, self._experts, self._lock, self._blocks)
             self._small_batches = self._device.small_batch_steps(
                 self.model, early_router, self._blocks
             )

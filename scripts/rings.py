@@ -31,7 +31,7 @@ RINGS = {
     ),
     "shelf": (
         "kernels", "gpu", "gguf", "formats", "quantize", "prefixes", "images", "server", "cli",
-        "entrypoints",
+        "entrypoints", "untrusted",
     ),
     "outside": ("tools", "cluster"),
 }  # fmt: skip

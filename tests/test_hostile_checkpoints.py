@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from moe_infinity import CheckpointError, MoE, UnsupportedModelError
 from moe_infinity.checkpoint.headers import read_headers, read_pickled
@@ -96,6 +97,20 @@ def test_float8_without_its_config_is_not_taken_for_weights(tmp_path):
     change_json(tmp_path / "config.json", quantization_config=None)
     with pytest.raises(CheckpointError, match="no quantization_config"):
         MoE(tmp_path)
+
+
+@pytest.mark.parametrize("scale", ["weight_scale", "scale", "qscale_weight"])
+@pytest.mark.parametrize("name", ["self_attn.q_proj", "mlp.experts.3.up_proj"])
+def test_numbers_of_8_bits_are_no_weights_if_scales_lie_beside_them(name, scale, tiny_copy):
+    """Servers of others are told by a flag what these are."""
+    file = tiny_copy / "model.safetensors"
+    tensors = load_file(file)
+    key = f"model.layers.1.{name}.weight"
+    tensors[key] = tensors[key].to(torch.int8)
+    tensors[key.replace("weight", scale)] = torch.ones(1)
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(CheckpointError, match="scales beside it"):
+        MoE(tiny_copy)
 
 
 def test_a_block_size_that_the_scales_contradict_is_refused(tmp_path):

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
+from moe_infinity.architectures.module_state import is_stock
 from moe_infinity.errors import UnsupportedModelError
 from moe_infinity.kernels.cpu.decoder_steps import Cached
 from moe_infinity.kernels.kv_layers import GROWING, WINDOWS, kind_of, with_capacity
@@ -58,12 +59,16 @@ def _updates() -> tuple[Any, ...]:
 
 
 STOCK_UPDATES = _updates()
+ARE_STOCK = all(map(is_stock, STOCK_UPDATES))
 
 
 def takes_as_stock(cache: Any) -> bool:
     """Return True for a DynamicCache whose methods nobody has replaced."""
     return (
-        type(cache) is DynamicCache and "update" not in vars(cache) and _updates() == STOCK_UPDATES
+        ARE_STOCK
+        and type(cache) is DynamicCache
+        and "update" not in vars(cache)
+        and _updates() == STOCK_UPDATES
     )
 
 
@@ -172,9 +177,11 @@ class KeysAndValues:
         return keys
 
 
-def _version(x: Tensor) -> int:
-    """Return how often a tensor was changed in place, as far as torch counts it."""
-    return 0 if x.is_inference() else x._version
+def version_of(x: Tensor) -> object:
+    """Return how often a tensor was changed in place. That of a tensor of torch.inference_mode,
+    which is not counted, equals no other.
+    """
+    return object() if x.is_inference() else x._version
 
 
 class Angles:
@@ -185,10 +192,10 @@ class Angles:
     def __init__(self, num_pairs: int) -> None:
         self._num_pairs = num_pairs
         self._given: Any = None
-        self._versions: tuple[int, ...] = ()  # of the given tensors
+        self._versions: tuple[object, ...] = ()  # of the given tensors
         self._angles: tuple[Tensor, Tensor]
         self._mask: Tensor | None = None
-        self._mask_version = 0
+        self._mask_version: object = None
         self._numbers: Tensor | None = None
 
     def of(
@@ -196,7 +203,7 @@ class Angles:
     ) -> tuple[Tensor, Tensor]:
         """[B or 1, N, ...], or complex numbers -> float32 [tokens or 1, pairs]."""
         tensors = (given,) if isinstance(given, Tensor) else given
-        versions = tuple(map(_version, tensors))
+        versions = tuple(map(version_of, tensors))
         if given is not self._given or versions != self._versions:
             cos, sin = (given.real, given.imag) if isinstance(given, Tensor) else given
             self._angles = self._rows(cos, num_tokens), self._rows(sin, num_tokens)
@@ -213,7 +220,7 @@ class Angles:
         """[B, 1, 1, N], added or True where to look -> float32 [B, N]. None: it hides nothing."""
         if mask is None:
             return None
-        if mask is not self._mask or _version(mask) != self._mask_version:
+        if mask is not self._mask or version_of(mask) != self._mask_version:
             numbers = mask.view(len(mask), num_tokens)
             if numbers.dtype == torch.bool:
                 numbers = torch.zeros_like(numbers, dtype=torch.float32).masked_fill_(
@@ -221,7 +228,7 @@ class Angles:
                 )
             self._numbers = None if hides_nothing(mask) else numbers.to(torch.float32).contiguous()
             self._mask = mask
-            self._mask_version = _version(mask)
+            self._mask_version = version_of(mask)
         return self._numbers
 
 

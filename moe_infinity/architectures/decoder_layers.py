@@ -58,7 +58,12 @@ from moe_infinity.architectures.model_parts import (
     feed_forward,
     router_of,
 )
-from moe_infinity.architectures.module_state import ModuleState, has_hooks, stock_forward
+from moe_infinity.architectures.module_state import (
+    ModuleState,
+    has_hooks,
+    replace_forward,
+    stock_forward,
+)
 from moe_infinity.architectures.trial import Found
 from moe_infinity.experts import Ints
 from moe_infinity.kernels.cpu.decoder import DecoderKernel, LinearAttention
@@ -121,7 +126,7 @@ class DecoderLayer:
         self._number = number
         self._steps = steps
         self._ahead = ahead
-        vars(self.layer)["forward"] = self.forward
+        replace_forward(self.layer, self.forward)
         if self._router is not None:
             self._router.connect()
         self._state = self.state_of([self])
@@ -249,7 +254,7 @@ class KnownRouting:
         self._stock = stock_forward(router)
         self._attended: Attended | None = None
         self._version: TensorVersion | None = None  # of its input; None in inference mode
-        vars(router)["forward"] = self._forward
+        replace_forward(router, self._forward)
 
     def connect(self) -> None:
         """Note what the router is like, with all that we change of it."""
@@ -271,8 +276,8 @@ class KnownRouting:
             return self._stock(x, *args, **kwargs)
         if self._state.change() is not None:
             return self._stock(x, *args, **kwargs)
-        if self._version is not None and not self._version.is_of(attended.normed):
-            return self._stock(x, *args, **kwargs)  # the block has changed it in place
+        if self._version is None or not self._version.is_of(attended.normed):
+            return self._stock(x, *args, **kwargs)  # the block may have changed it in place
         return attended.logits.to(x.dtype), attended.top_k_weights_BK, attended.top_k_index_BK
 
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from moe_infinity.architectures.adapters import ExpertsModule
+from moe_infinity.architectures.module_state import has_hooks
 from moe_infinity.experts import Ints, Step
 from moe_infinity.predict.predictor import Predictor
 
@@ -40,6 +41,8 @@ class EarlyRouter:
     def __init__(self, model: nn.Module, layers: list[ExpertsModule]) -> None:
         self.is_asking = False  # the experts function raises Routed while this is set
         self._blocks = [model.get_submodule(layer.block_name) for layer in layers]
+        experts = {module for layer in layers for module in layer.module.modules()}
+        self._asked = [[m for m in block.modules() if m not in experts] for block in self._blocks]
         self._has_reached_end = False
         self._norms: dict[int, nn.Module] = {}
         self._residual: Tensor | None = None
@@ -112,9 +115,14 @@ class EarlyRouter:
         """
         if moe_layer_idx not in self._norms or self._residual is None:
             return None
+        block = self._blocks[moe_layer_idx]
+        norm = self._norms[moe_layer_idx]
+        asked = self._asked[moe_layer_idx]
+        if any(has_hooks(module, ours=self) for module in (norm, *asked)):
+            return None  # they would see a call that the model does not make
         self.is_asking = True
         try:
-            self._blocks[moe_layer_idx](self._norms[moe_layer_idx](self._residual))
+            block(norm(self._residual))
         except Routed as routed:
             return routed.top_k_index_TK
         finally:

@@ -21,9 +21,10 @@ import inspect
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import chain
 from operator import itemgetter, methodcaller
-from types import FunctionType
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -51,7 +52,22 @@ def _functions() -> tuple[Any, ...]:
     return nn.Module.__call__, nn.Module._call_impl, torch.topk, *_replaced(vars(nn.functional))
 
 
+STOCK = {"torch", "transformers", "moe_infinity"}
+
+
+def is_stock(function: Any) -> bool:
+    """Return True for a function of these packages: some are patched before they are noted here."""
+    while isinstance(function, FunctionType):
+        if function.__globals__.get("__name__", "").partition(".")[0] not in STOCK:
+            return False
+        if (wrapped := getattr(function, "__wrapped__", None)) is None:
+            return True
+        function = wrapped
+    return isinstance(function, BuiltinFunctionType)
+
+
 FUNCTIONS = _functions()
+ARE_STOCK = all(map(is_stock, FUNCTIONS))
 Names = tuple[Callable[[Any], Any], Any]  # reads the values of some names; whose they are
 
 
@@ -90,6 +106,7 @@ class ModuleState:
         self._tensors = [x for x in tensors if x is not None]
         self._addresses = [*map(Tensor.data_ptr, self._tensors)]
         self._matrices = [x for x in self._tensors if x.dim() > 1]
+        self._sizes = [*map(Tensor.size, self._tensors)]
         self._strides = [*map(Tensor.stride, self._matrices)]
         vectors = [x for x in self._tensors if x.dim() < 2]
         self._vectors = KeptContents([x for x in vectors if x.device.type == "cpu"])
@@ -99,7 +116,7 @@ class ModuleState:
         if is_watched():
             return "something watches or changes all modules"
         for hooks, module in self._hooks:
-            if hooks and any(map(self._counts, hooks.values())):
+            if hooks and any(_counts(hook, self._ours) for hook in hooks.values()):
                 return f"a hook on {type(module).__name__}"
         return None if self._is_same() else "it was changed after loading"
 
@@ -109,6 +126,7 @@ class ModuleState:
                 self._has_same_values()
                 and [*map(type, self._modules)] == self._types
                 and [*map(Tensor.data_ptr, self._tensors)] == self._addresses
+                and [*map(Tensor.size, self._tensors)] == self._sizes
                 and [*map(Tensor.stride, self._matrices)] == self._strides
                 and self._vectors.are_same()
                 and [read(namespace) for read, namespace in self._names] == self._named
@@ -127,11 +145,6 @@ class ModuleState:
             return False
         self._values = tuple(chain.from_iterable(self._views))
         return True
-
-    def _counts(self, hook: Callable[..., Any]) -> bool:
-        """Return True for a hook that may see or change what a module computes."""
-        is_ours = self._ours is not None and getattr(hook, "__self__", None) is self._ours
-        return not (is_ours or _is_idle(hook))
 
 
 def _mappings_of_modules(modules: Sequence[nn.Module]) -> list[Mapping[str, Any]]:
@@ -204,6 +217,7 @@ def is_watched() -> bool:
         or torch.is_autocast_enabled("cpu")
         or torch.is_autocast_enabled("cuda")
         or torch._C._len_torch_dispatch_stack() > 0
+        or not ARE_STOCK
         or _functions() != FUNCTIONS
         or (torch._C._len_torch_function_stack() > 0 and _is_in_foreign_mode())
     )
@@ -225,10 +239,16 @@ def eager_attention_of(module: nn.Module) -> Any:
 CHANGES_NOTHING = "_moe_infinity_changes_nothing"  # an attribute of our own modes
 
 
-def has_hooks(module: nn.Module) -> bool:
-    """Return True if hooks of a module run before or after it."""
+def has_hooks(module: nn.Module, *, ours: object = None) -> bool:
+    """Return True if hooks of a module run before or after it, other than methods of `ours`."""
     hooks = *module._forward_hooks.values(), *module._forward_pre_hooks.values()
-    return not all(map(_is_idle, hooks))
+    return any(_counts(hook, ours) for hook in hooks)
+
+
+def _counts(hook: Callable[..., Any], ours: object) -> bool:
+    """Return True for a hook that may see or change what a module computes."""
+    is_ours = ours is not None and getattr(hook, "__self__", None) is ours
+    return not (is_ours or _is_idle(hook))
 
 
 def _is_idle(hook: Callable[..., Any]) -> bool:
@@ -239,15 +259,35 @@ def _is_idle(hook: Callable[..., Any]) -> bool:
     return is_theirs and not output_capturing._active_collector.get()
 
 
+class Replacement(partial):  # type: ignore[type-arg]
+    """A forward method in place of a module's own. A copy of the module has its own again: ours
+    would compute with the weights of the original.
+    """
+
+    module: nn.Module
+    former: Callable[..., Any] | None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        own = self.former or MethodType(type(self.module).forward, self.module)
+        return _itself, (own,)
+
+
+def _itself(forward: Callable[..., Any]) -> Callable[..., Any]:
+    return forward
+
+
 def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Callable[[], None]:
     """Give a module another forward method. Returns a function that gives it the former one back,
     unless somebody has given it a third meanwhile.
     """
-    former = vars(module).get("forward")
-    vars(module)["forward"] = forward
+    ours = Replacement(forward)
+    ours.__wrapped__ = forward  # type: ignore[attr-defined]  # for who asks for its signature
+    ours.module = module
+    ours.former = former = vars(module).get("forward")
+    vars(module)["forward"] = ours
 
     def undo() -> None:
-        if vars(module).get("forward") is not forward:
+        if vars(module).get("forward") is not ours:
             return
         del vars(module)["forward"]
         if former is not None:

@@ -54,11 +54,9 @@ class Outside(Adapter):
         )
 
     def hidden(self, module: Any) -> Callable[[Tensor], Tensor] | None:
-        activation = self.activation(module)
-
         def gated(gate_up: Tensor) -> Tensor:
             gate, up = gate_up.chunk(2, dim=-1)
-            product: Tensor = activation(gate) * up
+            product: Tensor = self.activation(module)(gate) * up  # which may be another one now
             return product
 
         return getattr(module, "_apply_gate", gated)

@@ -35,10 +35,16 @@ from transformers.cache_utils import (
 from transformers.utils import output_capturing
 
 from moe_infinity.architectures.adapters import ExpertsModule
-from moe_infinity.architectures.attention_inputs import cache_in, cache_parameter, keeps_nothing
+from moe_infinity.architectures.attention_inputs import (
+    cache_in,
+    cache_parameter,
+    keeps_nothing,
+    version_of,
+)
 from moe_infinity.architectures.module_state import (
     ModuleState,
     has_hooks,
+    is_stock,
     is_watched,
     replace_forward,
     stock_forward,
@@ -102,6 +108,7 @@ class PromptBlocks:
         self._decoder, self._layers = _decoder_of(self._model, self._experts)
         for layer in self._layers:
             replace_forward(layer, partial(self._forward, layer, stock_forward(layer)))
+        self._forward_of_decoder = vars(self._decoder).get("forward") if self._layers else None
         behind = [] if self._decoder is None else self._decoder.children()
         for norm in [module for module in behind if "norm" in type(module).__name__.lower()]:
             replace_forward(norm, partial(self._norm, stock_forward(norm)))
@@ -182,7 +189,9 @@ class PromptBlocks:
     @property
     def _may_replace(self) -> bool:
         """True for a decoder of transformers: code of others may keep what a layer gave."""
-        return type(self._decoder).__module__.startswith("transformers.")
+        is_own = vars(self._decoder).get("forward") is self._forward_of_decoder
+        kind = type(self._decoder)
+        return is_own and kind.__module__.startswith("transformers.") and is_stock(kind.forward)
 
     def _can_cut(
         self,
@@ -203,10 +212,11 @@ class PromptBlocks:
         if kwargs.get(MASK) is None and window is not None and blocks[0].num_tokens > window:
             return False  # the cache would leave what nothing hides
         for value in filter(torch.is_tensor, (*given[1:], *kwargs.values())):
-            known = self._looks_ahead.setdefault(value, {})  # by the number of blocks
-            if len(blocks) not in known:
-                known[len(blocks)] = _shows_later(blocks, value)
-            if known[len(blocks)]:
+            known = {} if value.is_inference() else self._looks_ahead.setdefault(value, {})
+            key = len(blocks), version_of(value)
+            if key not in known:
+                known[key] = _shows_later(blocks, value)
+            if known[key]:
                 return False
         return True
 

@@ -46,7 +46,12 @@ from moe_infinity.architectures.model_parts import (
     router_of,
     weight_of,
 )
-from moe_infinity.architectures.module_state import is_watched, replace_forward, stock_forward
+from moe_infinity.architectures.module_state import (
+    is_stock,
+    is_watched,
+    replace_forward,
+    stock_forward,
+)
 from moe_infinity.architectures.prompt_blocks import PromptBlocks
 from moe_infinity.architectures.trial import FellBack, Found, Verdict, path_taken
 from moe_infinity.architectures.without_experts import uncompiled
@@ -67,7 +72,8 @@ from moe_infinity.layout import WORDS
 from moe_infinity.report import PathTaken
 
 MARK = "_moe_infinity_takes_small_batches"  # set on every module of a model that we run
-PLAIN: dict[type, Any] = {kind: kind.forward for kind in (nn.Linear, PackedLinear)}
+LINEARS: dict[type, Any] = {kind: kind.forward for kind in (nn.Linear, PackedLinear)}
+PLAIN = {kind: forward for kind, forward in LINEARS.items() if is_stock(forward)}
 AttentionFunction = Callable[..., tuple[Tensor, Tensor | None]]
 
 
@@ -86,13 +92,13 @@ class SmallBatchSteps:
             siblings = Siblings()
             for child in module.children():
                 if is_linear(child):
-                    vars(child)["forward"] = partial(siblings.forward, child)
+                    replace_forward(child, partial(siblings.forward, child))
             vars(module)[MARK] = True
             if has_convolution(module):
                 convolutions = DepthwiseConvolutions().around(stock_forward(module))
                 replace_forward(module, uncompiled(convolutions))
         sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
-        if not isinstance(sdpa, _SmallBatchSdpa):
+        if is_stock(sdpa):  # neither somebody's own nor ours already
             AttentionInterface.register("sdpa", _SmallBatchSdpa(sdpa))
         self._layers.connect()
         stock = stock_forward(model)
@@ -302,13 +308,13 @@ class LinearGroup:
         return list(zip(self.linears, self._places, outs, strict=True))
 
 
-WeightPlace = tuple[int, torch.dtype, tuple[int, ...]]
+WeightPlace = tuple[int, torch.dtype, tuple[int, ...], tuple[int, ...]]
 
 
 def place_of(linear: Linear) -> WeightPlace:
     """Return where in memory a layer's weight is, and how it lies there."""
     memory = linear.packed.memory if isinstance(linear, PackedLinear) else linear.weight
-    return memory.data_ptr(), memory.dtype, memory.stride()
+    return memory.data_ptr(), memory.dtype, memory.shape, memory.stride()
 
 
 class _SmallBatchSdpa:

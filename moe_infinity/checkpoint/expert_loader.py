@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moe_infinity.checkpoint.files import Copy, cut
@@ -27,7 +26,7 @@ class ExpertLoader:
     ) -> None:
         self.recipes = list(recipes)  # by MoE layer
         self._num_experts = list(num_experts)
-        self._reader = reader
+        self.reader = reader
         self._positions: dict[ExpertKey, tuple[int, str, int]] = {}  # of those asked for so far
         self._chunks: dict[ExpertKey, Sequence[Copy] | None] = {}  # of those shared so far
 
@@ -35,9 +34,9 @@ class ExpertLoader:
         """Read an expert that a layer waits for. Raises CheckpointError."""
         recipes = self.recipes[key.moe_layer_idx]
         if isinstance(slot, memoryview):
-            recipes.load(key.expert_idx, self._reader, slot)
+            recipes.load(key.expert_idx, self.reader, slot)
         else:
-            recipes.read_mapped(key.expert_idx, self._reader, slot)
+            recipes.read_mapped(key.expert_idx, self.reader, slot)
 
     def read_ahead(
         self, key: ExpertKey, slot: memoryview | MappedExpert, is_wanted: Callable[[], bool]
@@ -45,7 +44,7 @@ class ExpertLoader:
         """Read an expert that no layer waits for. The read gives way to those that one waits for,
         until `is_wanted` says that this one is waited for, too.
         """
-        with self._reader.giving_way(until=is_wanted):
+        with self.reader.giving_way(until=is_wanted):
             self.read(key, slot)
 
     def shared(
@@ -59,7 +58,7 @@ class ExpertLoader:
             if (chunks := self._chunks_of(key)) is None:
                 return None
             experts.append((chunks, slot))
-        return self._reader.shared(experts)
+        return self.reader.shared(experts)
 
     def _chunks_of(self, key: ExpertKey) -> Sequence[Copy] | None:
         """The chunks to read of an expert; None if it is converted on the way."""
@@ -84,7 +83,7 @@ class ExpertLoader:
         """
         recipes = self.recipes[key.moe_layer_idx]
         try:
-            return recipes.mapped(key.expert_idx, self._reader.mapped)
+            return recipes.mapped(key.expert_idx, self.reader.mapped)
         except OSError as error:
             extent = recipes.recipes[0].extents(key.expert_idx)[0]
             where = f"{extent.file}: cannot be read at byte {extent.offset}"
@@ -104,7 +103,7 @@ class ExpertLoader:
 
     def _are_cached(self, extents: Iterable[Extent]) -> bool:
         try:
-            return all(map(self._reader.is_cached, extents))
+            return all(map(self.reader.is_cached, extents))
         except (OSError, CheckpointError):  # `read` says what is wrong
             return False
 
@@ -113,19 +112,7 @@ class ExpertLoader:
         take seconds, and the system can map files.
         """
         extent = self._some_mappable()
-        return extent is not None and self._reader.can_map(extent)
-
-    def changed_file(self, num_known: int | None = None) -> Path | None:
-        """Return a file that was changed whose weights are used in the page cache, or None. The
-        first `num_known` changes do not count.
-        """
-        return self._reader.changed_file(num_known)
-
-    def map_changed(self) -> int:
-        """Have the bytes of changed files where they are used. Returns how many changes are known.
-        Raises CheckpointError, OSError.
-        """
-        return self._reader.map_changed()
+        return extent is not None and self.reader.can_map(extent)
 
     def lie_in_blocks(self) -> None:
         """Let experts lie in slots so that reads past the page cache need no copy."""
@@ -144,4 +131,4 @@ class ExpertLoader:
 
     def close(self) -> None:
         """Close the files."""
-        self._reader.close()
+        self.reader.close()

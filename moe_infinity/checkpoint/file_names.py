@@ -8,6 +8,7 @@ import json
 import os
 import re
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 from moe_infinity.errors import CheckpointError
@@ -93,15 +94,18 @@ def gguf_parts(name: str) -> list[str]:
 
 
 def find_gguf(checkpoint: str) -> Path | None:
-    """The GGUF file that a path names: the path itself, or the only model in a folder that has no
-    config.json, vision parts (mmproj) left aside. None if it names no GGUF file. Raises
-    CheckpointError for a folder with several.
+    """The GGUF file that a path names: the path itself, or the only model in a folder without a
+    config.json or other weights, vision parts (mmproj) left aside. None if it names no GGUF file.
+    Raises CheckpointError for a folder with several.
     """
     path = expanded(checkpoint)
     is_folder = os.path.isdir(path)  # False for one that may not be entered, and for long texts
     if path.suffix.lower() == ".gguf" and not is_folder:
         return path
-    if not is_folder or (path / "config.json").exists():
+    if not is_folder:
+        return path if ".gguf.part" not in path.name and _begins_as_gguf(path) else None
+    weights = [form.format(name) for name in WHOLE for form in ("{}", INDEX)]
+    if (path / "config.json").exists() and any((path / name).exists() for name in weights):
         return None
     names = sorted(file.name for file in path.glob("*.gguf"))
     models = gguf_models(names)
@@ -110,6 +114,15 @@ def find_gguf(checkpoint: str) -> Path | None:
         raise CheckpointError(f"{path}: several GGUF files, name one of them: {first}")
     name = next(iter([*models, *names]), None)
     return None if name is None else path / name
+
+
+def _begins_as_gguf(path: Path) -> bool:
+    """Return True for a file of another name, as Ollama's blobs have."""
+    with suppress(OSError):
+        if os.path.isfile(path):  # False for a text that cannot be a path
+            with path.open("rb") as file:
+                return file.read(4) == b"GGUF"
+    return False
 
 
 def split_files(path: Path) -> list[Path]:

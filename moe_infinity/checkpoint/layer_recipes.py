@@ -209,14 +209,13 @@ class LayerRecipes:
         one call, which reads neighbours in the file, as these mostly are, as one. The rest is
         converted, recipe by recipe. Raises CheckpointError.
         """
+        by_recipe = [recipe.copies(expert_idx) for recipe in self.recipes]
+        reads = [copy for copies in by_recipe for copy in copies or ()]
         if self._ends:
-            reads = self.reads(expert_idx) or ()
-            reader.read([(extent, slot[at : at + extent.num_bytes]) for extent, at in reads])
-            return
-        by_recipe = [recipe.pieces(expert_idx, slot) for recipe in self.recipes]
-        reader.read([piece for pieces in by_recipe if pieces is not None for piece in pieces])
-        for recipe, pieces in zip(self.recipes, by_recipe, strict=True):
-            if pieces is None:
+            reads = in_whole_blocks(reads, self._ends)
+        reader.read([(extent, slot[at : at + extent.num_bytes]) for extent, at in reads])
+        for recipe, copies in zip(self.recipes, by_recipe, strict=True):
+            if copies is None:
                 recipe.load(expert_idx, reader, slot)
 
     def computing(self, compute: Callable[..., Tensor]) -> Callable[..., Tensor]:

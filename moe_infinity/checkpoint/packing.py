@@ -2,7 +2,7 @@
 
     WeightFormat --assemble--> PackedTensor, in files --layout_of--> WeightLayout, in a slot
 
-A Format is the formats of weights that may occur in one checkpoint; formats.py knows which.
+A Format is the formats of weights that may occur in one checkpoint; formats/methods.py knows which.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ import torch
 from torch import Tensor
 
 from moe_infinity.checkpoint.headers import StoredTensor
-from moe_infinity.errors import CheckpointError
+from moe_infinity.errors import CheckpointError, UnsupportedModelError
 from moe_infinity.experts import ParamSpec
 from moe_infinity.layout import Block, Parts, Unpack, WeightLayout
 
 # What our packer fills up pages with, and scales of a packed cache of keys and values.
 UNNEEDED = re.compile(r"padding\.\d+|.*\.(k|v|kv)_scale")
 
+BYTES = ("F8", "I8", "U8")  # how the names of dtypes of 8 bits begin
 UNPACKED_AT_ONCE = 1 << 17  # weights, in float32 half a megabyte
 
 Shape = tuple[int, ...]
@@ -110,6 +111,8 @@ class WeightFormat:
         for part in self.parts:
             tensor = tensors.get(base + part.suffix)
             if tensor is None and not part.is_optional:
+                if f"{name}_weight_scale" in tensors:
+                    raise UnsupportedModelError(f"{name}: stacked experts of ModelOpt are not read")
                 raise CheckpointError(
                     f"no tensor {base + part.suffix}, which {name} needs\n"
                     "hint: are all files of the checkpoint there? docs/checkpoints.md has the "
@@ -274,3 +277,23 @@ def _check_dtype(tensor: StoredTensor, dtypes: frozenset[str]) -> None:
             f"{tensor.name} is stored as {tensor.stored_dtype}, "
             f"expected {' or '.join(sorted(dtypes))}"
         )
+
+
+def refuse_unsaid_scales(
+    weights: Mapping[str, StoredTensor | PackedTensor], tensors: Mapping[str, StoredTensor]
+) -> None:
+    """Raise CheckpointError for weights of 8 bits whose scales lie beside them unannounced."""
+    for name, weight in weights.items():
+        if isinstance(weight, PackedTensor) or not weight.stored_dtype.startswith(BYTES):
+            continue
+        module = name.removesuffix(".weight")
+        scales = [
+            f"{name}_scale",
+            f"{name}_scale_inv",
+            f"{module}.scale",
+            f"{module}.qscale_weight",
+        ]
+        if not tensors.keys().isdisjoint(scales):
+            raise CheckpointError(
+                f"{name} has scales beside it, but config.json has no quantization_config for it"
+            )

@@ -36,7 +36,7 @@ from moe_infinity.architectures.outside_interface import ADAPTERS
 from moe_infinity.checkpoint.headers import Headers, StoredTensor
 from moe_infinity.checkpoint.layer_recipes import LayerRecipes
 from moe_infinity.checkpoint.packed_recipes import Order, RowsRecipe, order_of, with_biases
-from moe_infinity.checkpoint.packing import Format, PackedTensor
+from moe_infinity.checkpoint.packing import Format, PackedTensor, refuse_unsaid_scales
 from moe_infinity.checkpoint.recipe import Recipe, Source
 from moe_infinity.errors import CheckpointError, UnsupportedModelError
 from moe_infinity.memory.needs import StepBytes
@@ -154,10 +154,10 @@ def contents_of(headers: Headers, packing: Format | None, rules: list[Any]) -> C
     """The contents of a checkpoint in safetensors or PyTorch's files. Raises CheckpointError where
     parts of packed weights are missing.
     """
+    weights: Weights = dict(headers.tensors) if packing is None else packing.group(headers.tensors)
+    refuse_unsaid_scales(weights, headers.tensors)
     if packing is None:
-        _refuse_unsaid_scales(headers)
-        return Contents(dict(headers.tensors), rules, None, headers.num_bytes)
-    weights = packing.group(headers.tensors)
+        return Contents(weights, rules, None, headers.num_bytes)
     return Contents(weights, rules, packing.described(weights.values()), headers.num_bytes)
 
 
@@ -219,16 +219,6 @@ def _check_top_k(config: Any, layers: list[ExpertsModule]) -> None:
             f"config.json wants {top_k} experts per token (num_experts_per_tok or the like), "
             f"but a layer has {most}"
         )
-
-
-def _refuse_unsaid_scales(headers: Headers) -> None:
-    """Raise CheckpointError for float8 weights whose scales lie beside them unannounced."""
-    for tensor in headers.tensors.values():
-        scales = {f"{tensor.name}_scale_inv", f"{tensor.name}_scale"}
-        if tensor.stored_dtype.startswith("F8") and scales & headers.tensors.keys():
-            raise CheckpointError(
-                f"{tensor.name} has scales beside it, but config.json has no quantization_config"
-            )
 
 
 class Member(NamedTuple):

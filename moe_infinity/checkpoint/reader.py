@@ -1,7 +1,7 @@
 """Reads from checkpoint files into the memory that wants the bytes: positional, past the page cache
 where the file system allows it, many at a time.
 
-    pieces --chunks.py--> chunks --read threads--> page cache        bytes that it has stay there
+    pieces --files.py---> chunks --read threads--> page cache        bytes that it has stay there
                                                    in place          memory and file aligned alike
                                                    bounce buffer     everything else
                                                    page cache        small files, O_DIRECT refused
@@ -19,6 +19,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,7 +34,7 @@ from moe_infinity.checkpoint.files import (
     chunks_of,
 )
 from moe_infinity.checkpoint.headers import Extent
-from moe_infinity.errors import CheckpointError
+from moe_infinity.errors import CheckpointError, LoadTimeout
 from moe_infinity.memory import threads
 from moe_infinity.memory.threads import ReadThreads
 from moe_infinity.system import linux
@@ -58,6 +59,7 @@ class Reader:
     def __init__(self, *, num_threads: int = NUM_READ_THREADS) -> None:
         self._num_threads = num_threads
         self._threads: ReadThreads | None = None
+        self._apart = ReadThreads(1, "moe-infinity-rows")
         self._files: dict[Path, OpenFile] = {}
         self._mapped: dict[Path, MappedFile] = {}
         self._doubtful: set[Path] = set()  # of mapped files: those of which a read failed
@@ -87,6 +89,18 @@ class Reader:
                 self._read_all(chunks[num_read:])
         with self._lock:
             self.bytes_read += sum(chunk.num_bytes for chunk in chunks)
+
+    def read_in_time(self, pieces: Sequence[Piece], seconds: float) -> None:
+        """The same in a thread, which is left alone if it takes longer. Raises LoadTimeout then."""
+        read: Future[None] = Future()
+        try:
+            self._apart.submit(partial(self.read, pieces), read)
+        except RuntimeError:  # no thread can be started, or `close` came between
+            self.read(pieces)
+            return
+        if not wait([read], seconds).done:
+            raise LoadTimeout(f"{pieces[0][0].file}: no bytes of it came for {seconds:.0f} s")
+        read.result()
 
     def shared(
         self, experts: Sequence[tuple[Sequence[Copy], Callable[[], memoryview]]]
@@ -310,8 +324,7 @@ class Reader:
         """
         with self._lock:
             ended, self._threads = self._threads, None
-        if ended is not None:
-            threads.close(ended)
+        threads.close(self._apart, *filter(None, [ended]))
         with self._lock:
             self._files.clear()
             self._mapped.clear()

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_infinity.checkpoint.files import Copy, Piece
+from moe_infinity.checkpoint.files import Copy
 from moe_infinity.checkpoint.headers import Extent, StoredTensor, are_neighbours
 from moe_infinity.checkpoint.packing import PackedTensor
 from moe_infinity.checkpoint.reader import Reader
@@ -185,20 +185,10 @@ class Recipe:
             return None
         return list(zip(extents, offsets, strict=True))
 
-    def pieces(self, expert_idx: int, slot: memoryview) -> list[Piece] | None:
-        """The same bytes of files, and the memory of this slot that they go to."""
-        if (copies := self.copies(expert_idx)) is None:
-            return None
-        return [(extent, slot[at : at + extent.num_bytes]) for extent, at in copies]
-
     def load(self, expert_idx: int, reader: Reader, slot: memoryview) -> None:
-        """Fill the part of `slot` that this recipe fills, for one expert. Raises
+        """Fill the part of `slot` that this recipe converts, for one expert. Raises
         CheckpointError.
         """
-        pieces = self.pieces(expert_idx, slot)
-        if pieces is not None:
-            reader.read(pieces)
-            return
         values = self._convert([self._read(source, expert_idx, reader) for source in self.sources])
         for name, spec in zip(self.targets, self.stored, strict=True):
             flat = values[name].contiguous().view(torch.uint8).flatten().numpy()

@@ -20,6 +20,7 @@ from moe_infinity.checkpoint.packing import PackedTensor
 from moe_infinity.checkpoint.plan import Plan
 from moe_infinity.checkpoint.reader import Reader
 from moe_infinity.kernels import uint8_memory
+from moe_infinity.memory.mover import LOAD_TIMEOUT_S
 
 LEAST_PACKED_BYTES = 64 << 20  # of a packed table once unpacked: smaller ones are loaded
 KEPT_BYTES = 16 << 20  # of the rows that were looked up last
@@ -84,12 +85,11 @@ class RowTable:
         """Return [rows, C]."""
         tensor = self._tensor
         stored = uint8_memory(len(rows) * self._row_bytes).view(len(rows), self._row_bytes)
-        self._reader.read(
-            [
-                (self._extent(first, end), stored[at : at + end - first].flatten().numpy().data)
-                for at, first, end in _runs(rows)
-            ]
-        )
+        pieces = [
+            (self._extent(first, end), stored[at : at + end - first].flatten().numpy().data)
+            for at, first, end in _runs(rows)
+        ]
+        self._reader.read_in_time(pieces, LOAD_TIMEOUT_S)
         if isinstance(self._weight, PackedTensor):
             rows_NC = torch.empty(len(rows), self.num_columns, dtype=dtype, device="cpu")
             self._weight.unpack_rows({self._role: stored}, rows_NC)

@@ -245,11 +245,12 @@ class LocalExperts:
         changed meanwhile, even if a pass inside this one has it right again: what was computed may
         be wrong.
         """
-        if self.loader.changed_file() is not None:
+        reader = self.loader.reader
+        if reader.changed_file() is not None:
             self.drop_experts()
-        num_known = self.loader.map_changed()
+        num_known = reader.map_changed()
         yield
-        file = self.loader.changed_file(num_known)
+        file = reader.changed_file(num_known)
         if file is not None:
             self.drop_experts()
             raise CheckpointError(f"{file}: was changed, or its disk failed, while it was used")

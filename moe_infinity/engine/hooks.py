@@ -46,8 +46,11 @@ class StepReader:
     does.
     """
 
-    def __init__(self, model: PreTrainedModel, experts: Experts, lock: RLock) -> None:
+    def __init__(
+        self, model: PreTrainedModel, experts: Experts, lock: RLock, blocks: PromptBlocks
+    ) -> None:
         self._one_at_a_time = lock
+        self._blocks = blocks
         self._end_ids: Any = None  # tokens that end a sequence; None: the generation config's
         self._prompt_mask: Tensor | None = None
         self._named: Step | None = None
@@ -104,7 +107,10 @@ class StepReader:
                 if step is not None:
                     self._experts.begin_step(step)
                 self._is_in_pass = True
-                out = stock(*args, **kwargs)
+                try:
+                    out = stock(*args, **kwargs)
+                finally:
+                    self._blocks.size = None  # a call of the decoder alone is no such prompt
                 self._is_in_pass = False
             return out
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from itertools import islice
 from threading import Event, Thread
 
 from moe_infinity.engine.bookkeeping import Bookkeeping
@@ -112,7 +111,7 @@ class Preloader:
         if predictor is not None:
             base_LE = predictor.base_LE
             absent.sort(key=lambda key: -base_LE[key])
-        return list(islice(absent, PLANNED))
+        return absent[:PLANNED]
 
 
 def start_turns(turn: weakref.WeakMethod[Callable[[], bool]], load_ended: Event) -> Thread:

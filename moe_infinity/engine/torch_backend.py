@@ -13,6 +13,7 @@ T tokens, K experts per token, P = T * K (token, k) pairs, D model width, R rows
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import NamedTuple
 
 import torch
@@ -34,27 +35,16 @@ class MlpInSteps(NamedTuple):
     down: Callable[..., Tensor]  # the same
 
 
+@dataclass(frozen=True, slots=True)
 class TorchBackend:
     """Computes the experts of one MoE layer with torch."""
 
-    def __init__(
-        self,
-        mlp: ExpertMlp,
-        weights_of: Callable[[int], Weights],
-        *,
-        is_eager: bool,
-        weighs_input: bool,
-        in_steps: MlpInSteps | None = None,
-    ) -> None:
-        """`weights_of(slot_id)` gives the weights that a slot holds. The weights of a routing scale
-        what comes out of an expert or, with `weighs_input`, what goes in. `in_steps` takes the
-        place of `mlp` where an expert alone would not have the bits of grouped_mm.
-        """
-        self.mlp = mlp
-        self.weights_of = weights_of
-        self.is_eager = is_eager
-        self.weighs_input = weighs_input
-        self.in_steps = in_steps
+    mlp: ExpertMlp
+    weights_of: Callable[[int], Weights]  # that a slot, by its id, holds
+    _: KW_ONLY
+    is_eager: bool
+    weighs_input: bool  # a routing's weights scale what goes into an expert, not what comes out
+    in_steps: MlpInSteps | None = None  # for `mlp`, where an expert alone lacks grouped_mm's bits
 
 
 class TorchWork:

@@ -11,12 +11,12 @@ from typing import Any
 import transformers
 from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
 
-from moe_infinity.checkpoint.config_limits import check_config
 from moe_infinity.errors import CheckpointError, MoEInfinityError, UnsupportedModelError
 from moe_infinity.gguf.derived import one_of
 from moe_infinity.gguf.fields import METADATA, Metadata
 from moe_infinity.gguf.file import WITH_CONFIG, GgufModel
 from moe_infinity.gguf.rope import rope_parameters
+from moe_infinity.untrusted.config_limits import check_config
 
 MAY_BE_ZERO = (
     "num_dense_layers", "num_kv_shared_layers", "hidden_size_per_layer_input", "num_hash_layers",

@@ -22,11 +22,11 @@ from typing import Any
 import transformers
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from moe_infinity.checkpoint.tokenizer_limits import MAX_VALUES, check_tokenizer_json
 from moe_infinity.errors import CheckpointError, MoEInfinityError, UnsupportedModelError
 from moe_infinity.gguf.file import WITH_CONFIG, GgufModel
 from moe_infinity.gguf.splitting import SPLITTINGS, WITHOUT_NAME, Splitting
 from moe_infinity.gguf.vocabulary import PREFIX, TokenKind, Vocabulary, flag_of, logger
+from moe_infinity.untrusted.tokenizer_limits import MAX_VALUES, check_tokenizer_json
 
 SPACE = "▁"  # how SentencePiece writes it
 WHOLE = (TokenKind.CONTROL, TokenKind.USER_DEFINED, TokenKind.UNKNOWN)  # never split

@@ -25,7 +25,6 @@ import transformers
 from torch import Tensor
 from transformers.core_model_loading import Concatenate, WeightConverter
 
-from moe_infinity.checkpoint.config_limits import check_config, few_modules
 from moe_infinity.checkpoint.file_names import MMPROJ, find_gguf
 from moe_infinity.checkpoint.headers import StoredTensor
 from moe_infinity.checkpoint.plan import Weights
@@ -38,6 +37,7 @@ from moe_infinity.loading.kind import Kind
 from moe_infinity.loading.model import NO_MODEL
 from moe_infinity.printable import printable
 from moe_infinity.system.files import expanded
+from moe_infinity.untrusted.config_limits import check_config, few_modules
 
 logger = logging.getLogger(__name__)
 

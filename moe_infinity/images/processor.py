@@ -19,6 +19,7 @@ from moe_infinity.images.mmproj import Blind, Mmproj, find_mmproj, read_mmproj
 from moe_infinity.images.pictures import INSTALL, MAX_PIXELS
 from moe_infinity.loading.kind import load_tokenizer
 from moe_infinity.printable import printable
+from moe_infinity.untrusted.folder import check_processor
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -51,6 +52,7 @@ def load_processor(model: Any, checkpoint: str, config: OffloadConfig) -> Any:
                 checkpoint, config_from=config.config_from, trust_remote_code=trust_remote_code
             )
             return _of_mmproj(read_mmproj(mmproj), tokenizer)
+        check_processor(folder)
         if is_torchvision_available():
             return transformers.AutoProcessor.from_pretrained(
                 folder, trust_remote_code=trust_remote_code

@@ -13,17 +13,9 @@ from typing import Any
 
 import transformers
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
-from transformers.utils import cached_file
 
-from moe_infinity.checkpoint.config_limits import (
-    PACKING,
-    check_config,
-    check_generation_config,
-    read_object,
-)
 from moe_infinity.checkpoint.file_names import find_gguf
 from moe_infinity.checkpoint.packing import Format
-from moe_infinity.checkpoint.tokenizer_limits import check_tokenizer
 from moe_infinity.errors import CheckpointError, ConfigError, UnsupportedModelError
 from moe_infinity.experts import COMPUTE_DTYPES
 from moe_infinity.formats.methods import find_format, is_packed
@@ -32,8 +24,9 @@ from moe_infinity.gguf.file import GgufModel, read_gguf
 from moe_infinity.gguf.generation import generation_of
 from moe_infinity.gguf.tokenizer import tokenizer_of
 from moe_infinity.printable import printable
+from moe_infinity.untrusted.config_limits import PACKING, read_object
+from moe_infinity.untrusted.folder import check_adapter, check_configs, check_tokenizer, file_of
 
-CHECKED_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json")
 # Where older versions of tools say how weights are packed, and nothing in config.json; their method
 # if the file names none.
 OF_TOOLS = {
@@ -74,7 +67,7 @@ def find_kind(
     kind = _kind_of_folder(checkpoint, trust_remote_code=trust_remote_code)
     if config_from is None:
         return kind
-    other = find_kind(config_from, trust_remote_code=trust_remote_code)
+    other = _kind_elsewhere(config_from, trust_remote_code=trust_remote_code)
     if other.model_class.__name__ != kind.model_class.__name__:
         raise ConfigError(
             f"{config_from} is the config of a {other.model_class.__name__}, "
@@ -83,10 +76,20 @@ def find_kind(
     return replace(kind, config=other.config)
 
 
+def _kind_elsewhere(config_from: str, *, trust_remote_code: bool) -> Kind:
+    """A folder's config.json counts, whatever GGUF files lie beside it."""
+    has_config = (Path(config_from) / "config.json").is_file()
+    find = _kind_of_folder if has_config else find_kind
+    return find(config_from, trust_remote_code=trust_remote_code)
+
+
 def _kind_of_folder(checkpoint: str, *, trust_remote_code: bool) -> Kind:
     path = Path(checkpoint)
     if not path.is_dir() and (path.exists() or checkpoint.startswith((".", "/", "~"))):
         hint = f"\nhint: its folder is {path.parent}" if path.is_file() else ""
+        if ".gguf.part" in path.name:
+            whole = path.name.partition(".part")[0]
+            hint = f"\nhint: a part of a file: cat {whole}.part* > {whole}"
         raise CheckpointError(
             f"{checkpoint}: not a folder; give a checkpoint folder or a hub id{hint}"
         )
@@ -98,7 +101,8 @@ def _kind_of_folder(checkpoint: str, *, trust_remote_code: bool) -> Kind:
     for entry in path.iterdir() if path.is_dir() else ():
         if entry.exists() and not (entry.is_file() or entry.is_dir()):
             raise CheckpointError(f"{entry}: neither a file nor a folder: nobody can read it twice")
-    _check_configs(checkpoint, trust_remote_code=trust_remote_code)
+    check_configs(checkpoint, trust_remote_code=trust_remote_code)
+    check_adapter(checkpoint)
     try:
         config = transformers.AutoConfig.from_pretrained(
             checkpoint, trust_remote_code=trust_remote_code
@@ -127,37 +131,13 @@ def _kind_of_folder(checkpoint: str, *, trust_remote_code: bool) -> Kind:
     return Kind(config, model_class, _packing_of(checkpoint, config))
 
 
-def _check_configs(checkpoint: str, *, trust_remote_code: bool) -> None:
-    """Raise CheckpointError or UnsupportedModelError for what no config of a folder or hub id may
-    say. Nothing is made of them before.
-    """
-    file = _file_of(checkpoint, "config.json")
-    if file is not None:
-        check_config(file, read_object(file), trust_remote_code=trust_remote_code)
-    file = _file_of(checkpoint, "generation_config.json")
-    if file is None:
-        return
-    check_generation_config(file, read_object(file))
-    try:
-        transformers.GenerationConfig.from_pretrained(file.parent)
-    except Exception as error:  # of any kind: its values go wherever they are used
-        raise CheckpointError(f"{file}: transformers does not understand it: {error}") from error
-
-
-def _file_of(checkpoint: str, name: str) -> Path | None:
-    """Return a file of a folder or hub id; None if there is none, or the hub does not give it."""
-    with suppress(OSError):
-        return Path(cached_file(checkpoint, name))
-    return None
-
-
 def _kind_of_gguf(file: Path, config_from: str | None, *, trust_remote_code: bool) -> Kind:
     gguf = read_gguf(file)
     if config_from is None:
         config = config_of(gguf)
         kind = Kind(config, _class_of(str(file), config, trust_remote_code=False), None, gguf)
     else:
-        kind = find_kind(config_from, trust_remote_code=trust_remote_code)
+        kind = _kind_elsewhere(config_from, trust_remote_code=trust_remote_code)
         kind = replace(kind, packing=None, gguf=gguf)  # the file's weights are not packed so
         text = kind.config.get_text_config()
         text_class = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(text), kind.model_class)
@@ -206,7 +186,7 @@ def _packing_of(checkpoint: str, config: Any) -> Format | None:
                 found = found or {k: v for k, v in items if v is not None or k == "quant_algo"}
                 delattr(part, key)
     for name, method in OF_TOOLS.items():
-        if not found and (file := _file_of(checkpoint, name)) is not None:
+        if not found and (file := file_of(checkpoint, name)) is not None:
             found = {"quant_method": method} | read_object(file)
     if not is_packed(found):
         return None
@@ -235,9 +215,8 @@ def _tokenizer_of(checkpoint: str, config_from: str | None, trust_remote_code: b
     if file is not None and (config_from is None or is_bare):
         return tokenizer_of(read_gguf(file))
     folder = config_from or checkpoint
-    named = (_file_of(folder, name) for name in CHECKED_TOKENIZER_FILES)
     try:
-        check_tokenizer(file for file in named if file is not None)
+        check_tokenizer(folder)
         tokenizer = transformers.AutoTokenizer.from_pretrained(
             folder, trust_remote_code=trust_remote_code
         )

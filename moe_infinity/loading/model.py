@@ -27,7 +27,6 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.utils import logging
 
 from moe_infinity.architectures.adapters import ExpertsModule
-from moe_infinity.checkpoint.config_limits import as_meant, few_modules
 from moe_infinity.checkpoint.file_names import checkpoint_files
 from moe_infinity.checkpoint.headers import read_headers
 from moe_infinity.checkpoint.linear_experts import rules_of_linear_experts
@@ -40,6 +39,7 @@ from moe_infinity.gguf.names import weights_of
 from moe_infinity.layout import WeightLayout
 from moe_infinity.loading.kind import Kind, find_kind
 from moe_infinity.loading.stored_slice import StoredSlice
+from moe_infinity.untrusted.config_limits import as_meant, few_modules
 
 CPU = torch.device("cpu")
 # What a model's class raises for values in its config that it cannot use.
@@ -321,11 +321,8 @@ def plan_from_headers(
     kind = beside(kind)
     files = checkpoint_files(Path(checkpoint)) if kind.gguf is None else []
     compute_dtype = kind.compute_dtype(dtype)
-    if compute_dtype != "auto":
-        torch_dtype = getattr(torch, compute_dtype)
-    elif (
-        torch_dtype := kind.config.dtype
-    ) is None:  # then transformers takes the first floating one
+    torch_dtype = kind.config.dtype if compute_dtype == "auto" else getattr(torch, compute_dtype)
+    if torch_dtype is None:  # then transformers takes the first floating one
         tensors = read_headers(files).tensors.values()
         stored = (getattr(torch, tensor.dtype) for tensor in tensors)
         torch_dtype = next((found for found in stored if found.is_floating_point), torch.float32)

@@ -22,7 +22,7 @@ from moe_infinity.predict.tracefile import SequenceTrace
 
 
 class Recorder:
-    """Fed by the runtime: one `begin_step` per forward pass, one `record` per MoE layer."""
+    """Fed by the engine: one `begin_step` per forward pass, one `record` per MoE layer."""
 
     def __init__(self, num_layers: int, num_experts: int) -> None:
         self._num_layers = num_layers

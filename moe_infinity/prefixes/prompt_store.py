@@ -298,12 +298,16 @@ class PromptStore:
         for folder in os.scandir(self._root):
             if not FOLDER_NAME.fullmatch(folder.name) or not folder.is_dir(follow_symlinks=False):
                 continue
-            for entry in os.scandir(folder):
-                if FILE_NAME.fullmatch(entry.name) or PARTIAL_NAME.fullmatch(entry.name):
-                    with suppress(FileNotFoundError):  # another server deletes, too
-                        found = entry.stat(follow_symlinks=False)
-                        if stat.S_ISREG(found.st_mode):
-                            yield found.st_mtime, found.st_size, Path(entry.path)
+            with suppress(PermissionError):  # it is somebody else's
+                yield from self._files_in(folder.path)
+
+    def _files_in(self, folder: str) -> Iterator[tuple[float, int, Path]]:
+        for entry in os.scandir(folder):
+            if FILE_NAME.fullmatch(entry.name) or PARTIAL_NAME.fullmatch(entry.name):
+                with suppress(FileNotFoundError):  # another server deletes, too
+                    found = entry.stat(follow_symlinks=False)
+                    if stat.S_ISREG(found.st_mode):
+                        yield found.st_mtime, found.st_size, Path(entry.path)
 
     # what goes wrong
 

@@ -262,15 +262,28 @@ def _shape_of(tensor: StoredTensor) -> Unit:
 
 def _other_files(source: Path) -> Iterator[Path]:
     """Yield the files that are copied as they are: tokenizer, generation_config, code, README and
-    so on.
+    so on. Raises CheckpointError for what may not be in the new folder.
     """
+    is_snapshot = source.parent.name == "snapshots"  # of links to files beside it
+    root = source.parents[1] if is_snapshot else source
     for path in sorted(source.rglob("*")):
         name = path.relative_to(source)
         is_ours = not any(part.startswith(".") or part == "__pycache__" for part in name.parts)
         if str(name) in NOT_COPIED or path.name.endswith(NOT_COPIED_SUFFIXES):
             continue
-        if is_ours and path.is_file():
-            yield path
+        if not (is_ours and path.is_file()):
+            continue
+        if not path.resolve().is_relative_to(root):
+            raise CheckpointError(
+                f"{path}: a link to {path.resolve()}, outside of the checkpoint\n"
+                "hint: put a copy in its place, or take it away"
+            )
+        if str(name) == "adapter_config.json":
+            raise CheckpointError(
+                f"{path}: packing would leave the adapter out\n"
+                "hint: merge it, or take the file away"
+            )
+        yield path
 
 
 def _fingerprint(files: list[Path]) -> dict[str, list[int]]:

@@ -27,7 +27,7 @@ answers.py    response bodies of OpenAI's API, whole or in chunks
 messages.py   an answer's reasoning, content and calls of tools
 responses.py  OpenAI's Responses API
 anthropic.py  Anthropic's Messages API
-refusals.py   checks of origin, key and size; errors as answers
+refusals.py   checks of origin and key; errors as answers
 metrics.py    what /metrics and /stats show
 page/         the page at / and its files
 config.py     options of the server

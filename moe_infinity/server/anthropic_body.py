@@ -49,7 +49,7 @@ class TextSource(Body):
 
     type: Literal["text", "content"]
     data: str = ""
-    content: Items[TextBlock] | str = ""
+    content: Items[Block] | str = ""
 
 
 class DocumentBlock(Cacheable):
@@ -73,6 +73,17 @@ class SearchResultBlock(Cacheable):
     @property
     def text(self) -> str:
         return "\n".join((self.title, self.source, text_of(self.content)))
+
+
+class ToolReferenceBlock(Cacheable):
+    """A tool that a search for tools has found."""
+
+    type: Literal["tool_reference"]
+    tool_name: str
+
+    @property
+    def text(self) -> str:
+        return f"The tool {self.tool_name} can be called."
 
 
 class CompactionBlock(Cacheable):
@@ -149,7 +160,7 @@ def kind_of(block: Any) -> str:
 
 KINDS = (
     "text", "document", "search_result", "compaction", "thinking", "redacted_thinking", "tool_use",
-    "tool_result", "image",
+    "tool_result", "tool_reference", "image",
 )  # fmt: skip
 Block = Annotated[
     Annotated[TextBlock, Tag("text")]
@@ -160,13 +171,14 @@ Block = Annotated[
     | Annotated[RedactedThinkingBlock, Tag("redacted_thinking")]
     | Annotated[ToolUseBlock, Tag("tool_use")]
     | Annotated[ToolResultBlock, Tag("tool_result")]
+    | Annotated[ToolReferenceBlock, Tag("tool_reference")]
     | Annotated[ToolChange, Tag("tool_change")]
     | Annotated[ImagePart, Tag("image")]
     | Annotated[MediaPart, Tag("media")]
     | Annotated[OtherBlock, Tag("other")],
     Discriminator(kind_of),
 ]
-TEXTS = (TextBlock, DocumentBlock, SearchResultBlock, CompactionBlock)
+TEXTS = (TextBlock, DocumentBlock, SearchResultBlock, ToolReferenceBlock, CompactionBlock)
 
 
 def text_of(content: Sequence[Any] | str) -> str:

@@ -329,9 +329,10 @@ class Api:
         return JSONResponse({"input_tokens": num_tokens})
 
     def _turn(self, request: HttpRequest, body: ResponsesBody) -> ResponseTurn:
+        guard: Guard = request.app.state.guard
         owner = request.state.owner
         store = body.store is not False
-        return ResponseTurn(self._kept, owner, store=store, max_bytes=self._backend.max_body)
+        return ResponseTurn(self._kept, owner, store=store, max_bytes=guard.max_body)
 
     async def _num_tokens(
         self, request: HttpRequest, asked: Callable[[], ChatBody], names: FieldNames

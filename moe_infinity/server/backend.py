@@ -12,7 +12,6 @@ from typing import TypeVar
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from moe_infinity.errors import ConfigError
 from moe_infinity.model import MoE
 from moe_infinity.server.answers import Answer, CompletionAnswer
 from moe_infinity.server.chat import ChatBody
@@ -49,11 +48,6 @@ class Backend:
         self._fields = FieldCheck(is_strict=config.strict_fields)
         self._guard = guard
         self._is_forwarded = is_forwarded
-
-    @property
-    def max_body(self) -> int:
-        """The most bytes of a request."""
-        return self._config.max_body
 
     @property
     def name(self) -> str:
@@ -112,7 +106,10 @@ class Backend:
             form = self.reader.format
             tools = body.template_tools
             readers = [
-                form.reader(each.prompt_ids, tools, max_calls=body.max_calls) for each in requests
+                form.reader(
+                    each.prompt_ids, tools, max_calls=body.max_calls, has_calls=tools is not None
+                )
+                for each in requests
             ]
             return body, requests, readers
 
@@ -147,14 +144,15 @@ class Backend:
         """Submit requests. `many` names the field that may ask for more than the queue can hold."""
         state = request.state
         requests = [replace(each, owner=state.owner, client=state.client) for each in requests]
+        # Others embed a thousand texts in one request. They keep nothing while they wait.
+        is_embedding = requests[0].pooling is not None
+        most = self._config.max_queue
+        if len(requests) > most and not is_embedding:
+            message = f"{len(requests)} sequences, at most {most} may wait"
+            raise BadRequest(message, param=many)
         exchange = Exchange(self.engine, self._guard, answer, request)
         running = await self.prepared(request, lambda: exchange.running(requests))
-        try:
-            # Others embed a thousand texts in one request. They keep nothing while they wait.
-            is_embedding = requests[0].pooling is not None
-            exchange.submit(running, self._config.max_queue if is_embedding else None)
-        except ConfigError as error:
-            raise BadRequest(str(error), param=many) from error
+        exchange.submit(running, most if is_embedding else None)
         return exchange
 
 

@@ -43,7 +43,7 @@ STRING = re.compile(rb'"[^"]*"')  # one that knew escapes would try again at eac
 class BodyRoom:
     """The memory that bodies have, together and of each client."""
 
-    def __init__(self, max_body: int = limits.BODY.most) -> None:
+    def __init__(self, max_body: int) -> None:
         """`max_body`: the bytes of the largest body, which has room if no other is there."""
         self._used: Counter[str] = Counter()
         of_one = limits.BODIES_OF_ONE

@@ -38,7 +38,7 @@ class CalledFunction(Body):
 
     @property
     def as_text(self) -> str:
-        given = self.arguments
+        given = self.arguments or {}
         return given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
 
 

@@ -64,7 +64,8 @@ class Connection(H11Protocol):
     def __init__(self, connections: Connections, **settings: Any) -> None:
         super().__init__(**settings)
         self._connections = connections
-        self._timer: asyncio.TimerHandle | None = None  # of what the client has to do next
+        self._timer: asyncio.TimerHandle | None = None  # of what the client has to send next
+        self._unread: asyncio.TimerHandle | None = None  # of what it has to read
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -73,6 +74,7 @@ class Connection(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_waiting()
+        self._stop_watching()
         self._connections.closed(self)
         super().connection_lost(exc)
 
@@ -80,6 +82,8 @@ class Connection(H11Protocol):
         if self._is_in_crumbs(data):
             self.end()
             return
+        if self.transport.get_write_buffer_size() == 0:
+            self._stop_watching()
         super().data_received(data)
         if not self.is_idle:
             self._stop_waiting()
@@ -91,14 +95,17 @@ class Connection(H11Protocol):
         self._stop_waiting()
         super().on_response_complete()
         self._connections.note(self)
+        self._watch_reader()
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._wait_for_client(limits.UNREAD_S.most)
+        self._watch_reader()
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        self._stop_waiting()
+        self._stop_watching()
+        if self.is_idle:
+            self._watch_reader()
 
     @property
     def is_idle(self) -> bool:
@@ -106,10 +113,27 @@ class Connection(H11Protocol):
         return self.cycle is None or self.cycle.response_complete
 
     def end(self) -> None:
-        """Close the connection at once."""
+        """Close the connection at once, also one that is to be closed once all of it was read."""
         self._stop_waiting()
-        if not self.transport.is_closing():
-            self.transport.abort()
+        self._stop_watching()
+        self.transport.abort()
+
+    def _watch_reader(self) -> None:
+        """Give the client its time to read what lies ready for it. Nothing tells when it has read
+        the last of an answer, so that is looked at then.
+        """
+        if self._unread is None and self.transport.get_write_buffer_size() > 0:
+            self._unread = self.loop.call_later(limits.UNREAD_S.most, self._end_if_unread)
+
+    def _end_if_unread(self) -> None:
+        self._unread = None
+        if self.transport.get_write_buffer_size() > 0:
+            self.end()
+
+    def _stop_watching(self) -> None:
+        if self._unread is not None:
+            self._unread.cancel()
+            self._unread = None
 
     def _wait_for_client(self, seconds: float) -> None:
         self._stop_waiting()

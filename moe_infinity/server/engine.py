@@ -211,9 +211,11 @@ class Engine:
 
     def _wait_for_work(self) -> bool:
         """Return True when there is work, False when the engine closes."""
-        with self._changed:
-            while not (self._moe.is_ready or self._is_closing):
+        while not (self._moe.is_ready or self._is_closing):
+            self._drop_ended()
+            with self._changed:
                 self._changed.wait(PRELOAD_GLANCE_S)
+        with self._changed:
             while not (self._waiting or self._prefilling or self._decoding or self._is_closing):
                 self._changed.wait()
             return not self._is_closing

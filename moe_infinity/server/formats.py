@@ -80,7 +80,7 @@ CHATML = "<|im_start|>assistant\n"
 DEEPSEEK = template(  # the names between bars of V3, and of V3.1
     "<｜Assistant｜>",
     {
-        "open_pattern": r"\s*(?:<｜tool▁calls▁begin｜>)?\s*<｜tool▁call▁begin｜>"
+        "open_pattern": r"\s*(?:<｜tool▁calls▁begin｜>\s*)?<｜tool▁call▁begin｜>"
         r"(?:function<｜tool▁sep｜>)?(?P<name>(?!function<)[^\n<]+)"
         r"(?:<｜tool▁sep｜>|\n```json\n)",
         "close_pattern": r"(?:\n```)?<｜tool▁call▁end｜>",
@@ -146,7 +146,7 @@ FAMILIES: tuple[Family, ...] = (
         read=template(
             "<|im_assistant|>assistant<|im_middle|>",
             {
-                "open_pattern": r"\s*(?:<\|tool_calls_section_begin\|>)?\s*<\|tool_call_begin\|>\s*"
+                "open_pattern": r"\s*(?:<\|tool_calls_section_begin\|>\s*)?<\|tool_call_begin\|>\s*"
                 r"(?:functions\.)?(?P<name>[^\s:<]+)(?::\d+)?\s*<\|tool_call_argument_begin\|>",
                 "close": "<|tool_call_end|>", "content": "json",
             },
@@ -166,7 +166,7 @@ FAMILIES: tuple[Family, ...] = (
         read=template(
             "]~b]ai\n",
             {
-                "open_pattern": r"\s*(?:<minimax:tool_call>)?\s*"
+                "open_pattern": r"\s*(?:<minimax:tool_call>\s*)?"
                 r"<invoke name=\"(?P<name>[^\">\n]+)\">",
                 "close": "</invoke>",
                 **in_tags(

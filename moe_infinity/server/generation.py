@@ -130,7 +130,7 @@ class Generation:
         )
         for at, each in enumerate(found):
             if type(each) is NoRepeatNGramLogitsProcessor:
-                found[at] = NoRepeatedNgrams(each.ngram_size, prompt_ids)
+                found[at] = NoRepeatedNgrams(each.ngram_size)
         return found
 
     def _require_possible(self) -> None:

@@ -27,6 +27,8 @@ from moe_infinity.server.thoughts import ThoughtBudget, ThoughtForm
 
 logger = logging.getLogger(__name__)
 THOUGHTS = ("thinking", "reasoning_content", "reasoning")  # names of the field
+MOST_BEGUN = 1 << 15  # characters at the end of a prompt, which may begin the message
+FROM_FIRST = r"(?:\G|(?<!\s))"  # where a scan begins, or behind what is no space
 NUM_NEWEST = 64  # characters, at least those of any mark
 # What parsing a text that is no call raises.
 MALFORMED = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
@@ -78,11 +80,18 @@ class MessageFormat:
             spec = family.read
         if spec is None:
             spec = get_response_template(tokenizer, model)
+        if spec is not None:
+            load_response_template(spec)
+            spec = spec | {"fields": quick_to_scan(spec["fields"])}
+        text_spec = without_calls(spec, family)
         self._template = None if spec is None else load_response_template(spec)
+        self._text_template = None if text_spec is None else load_response_template(text_spec)
         fields = {} if spec is None else spec["fields"]
-        known = json.dumps(fields, ensure_ascii=False).replace("\\", "")  # also in expressions
         added = added_tokens_of(tokenizer)
+        known = known_in(spec)
         self._marks = [each.content for each in added.values() if each.content in known]
+        text_known = known_in(text_spec)
+        self._text_marks = [mark for mark in self._marks if mark in text_known]
         # Special tokens that are no part of the format, and so of no answer.
         self.hidden_ids = frozenset(
             token_id
@@ -137,23 +146,72 @@ class MessageFormat:
         tools: list[dict[str, Any]] | None,
         *,
         max_calls: int | None,
+        has_calls: bool = True,
     ) -> MessageReader:
         """For one answer to this prompt, which may have begun the message. Later calls than the
-        first `max_calls` are left out.
+        first `max_calls` are left out. Without `has_calls` they are content, but where all content
+        has marks around it.
         """
         parser = None
-        if self._template is not None:
-            prompt = self._tokenizer.decode(prompt_ids)
+        template = self._template if has_calls else self._text_template
+        if template is not None:
+            prompt = self._begun(template, self._tokenizer.decode(prompt_ids))
             if prompt.rstrip().endswith(THINK[1]):
                 prompt = prompt.rstrip()  # else the parser takes the rest for content
             try:
                 plain = with_plain_types(tools or ())
-                parser = ResponseParser(self._template, prefix=prompt, tools=plain)
+                parser = ResponseParser(template, prefix=prompt, tools=plain)
             except MALFORMED as error:
                 logger.info("a prompt could not be parsed: %s", type(error).__name__)
-        return MessageReader(
-            parser, max_calls, self._marks, opening=self._opening, close=self._close
-        )
+        marks = self._marks if has_calls else self._text_marks
+        return MessageReader(parser, max_calls, marks, opening=self._opening, close=self._close)
+
+    def _begun(self, template: Any, prompt: str) -> str:
+        """Return a prompt, of which the message that it begins has an end only if it is long."""
+        begun: str = template.truncate_past_last_anchor(prompt)
+        if len(begun) <= MOST_BEGUN:
+            return prompt
+        marks = self._thoughts
+        is_thought = marks is not None and begun.rfind(marks.begin) > begun.rfind(marks.end)
+        return (marks.begin if marks is not None and is_thought else "") + begun[-MOST_BEGUN:]
+
+
+def quick_to_scan(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a response template whose patterns look at spaces in front of them from
+    the first one only: from each, a long run would be looked through as often as it has spaces.
+    """
+    return {
+        name: {
+            key: FROM_FIRST + value
+            if key.endswith("_pattern") and str(value).startswith(r"\s*")
+            else value
+            for key, value in field.items()
+        }
+        for name, field in fields.items()
+    }
+
+
+def without_calls(spec: dict[str, Any] | None, family: Family | None) -> dict[str, Any] | None:
+    """Return a response template by which calls are content. Where content has marks around it, it
+    stays as it is: what is outside of them is lost.
+    """
+    fields = {} if spec is None else spec["fields"]
+    others = {name: field for name, field in fields.items() if name != "tool_calls"}
+    content = others.get("content", {})
+    if spec is None or not others or not {"open", "open_pattern"}.isdisjoint(content):
+        return spec
+    end = "" if family is None else family.written.calls.end.strip()
+    is_end_of_calls = bool(end) and end in str([content.get("close"), content.get("close_pattern")])
+    if is_end_of_calls:
+        kept = {key: content[key] for key in content.keys() - {"close", "close_pattern"}}
+        others["content"] = kept
+    return spec | {"fields": others}
+
+
+def known_in(spec: dict[str, Any] | None) -> str:
+    """Return the text of a response template's fields, also of what is in expressions."""
+    fields = {} if spec is None else spec["fields"]
+    return json.dumps(fields, ensure_ascii=False).replace("\\", "")
 
 
 def thought_form_of(

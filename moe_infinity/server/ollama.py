@@ -6,6 +6,7 @@ stream is lines of JSON, the last of which has `done`.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Sequence
 from datetime import datetime, timezone
@@ -35,7 +36,7 @@ from moe_infinity.server.routes import GuardedRoute, add_get
 from moe_infinity.server.sequences import Output, Request, TokenText
 from moe_infinity.server.shapes import object_of
 
-VERSION = "0.12.6"  # of Ollama: the API here is that one's, and clients ask for the least of them
+VERSION = "0.13.4"  # of Ollama: the API here is that one's, and clients ask for the least of them
 
 
 class OllamaAnswer(ChatAnswer):
@@ -263,23 +264,19 @@ class OllamaApi:
         return JSONResponse(made | {"done": True, "done_reason": reason})
 
     def _models(self) -> list[dict[str, Any]]:
-        size = sum(self._bytes())
+        report = self._backend.moe.report()
+        size = report.tiers[-1].capacity_bytes + sum(report.dense_types.values())
         return [
             {
                 "name": name,
                 "model": name,
                 "modified_at": self._since,
                 "size": size,
-                "digest": "",
+                "digest": hashlib.sha256(name.encode()).hexdigest(),  # clients cut it
                 "details": self._details(),
             }
             for name in self._backend.names
         ]
-
-    def _bytes(self) -> tuple[int, int]:
-        """The bytes of experts and of all other weights."""
-        report = self._backend.moe.report()
-        return report.tiers[-1].capacity_bytes, sum(report.dense_types.values())
 
     def _details(self) -> dict[str, Any]:
         model = self._backend.moe.model

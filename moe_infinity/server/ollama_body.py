@@ -71,17 +71,13 @@ class OllamaGenerationBody(OllamaBody):
     keep_alive: Any = None  # seconds, or a text such as "5m"
 
     @property
-    def wants_stream(self) -> bool:
-        return self.stream is not False
-
-    @property
     def wants_unload(self) -> bool:
         text = str(self.keep_alive)
         return len(text) <= MOST_OF_TIME and NO_TIME.fullmatch(text) is not None
 
     def generation_fields(self) -> dict[str, Any]:
         """The fields of a request of OpenAI's. Raises BadRequest."""
-        return ollama_options_of(self.options or {}) | {"stream": self.wants_stream}
+        return ollama_options_of(self.options or {}) | {"stream": self.stream is not False}
 
     def chat_body(self, messages: list[dict[str, Any]], **fields: Any) -> ChatBody:
         """A chat request. Raises BadRequest and RequestValidationError."""

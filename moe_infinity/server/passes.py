@@ -299,7 +299,7 @@ class Passes:
         logits_BTV = self._logits(step, inputs, num_kept=1)
         logits_BV = logits_BTV[:, -1].to("cpu", copy=True, dtype=torch.float32)
         if not math.isfinite(logits_BV.numpy().max()):  # numpy: 15 us for 150,000, and NaN wins
-            self._moe.engine.local.drop_experts()
+            self._moe.engine.drop_experts()
             raise CheckpointError(
                 f"{self._moe.checkpoint}: the model computed what is no number: its experts are "
                 "read anew\nhint: if it goes on, a file is damaged: download it again"

@@ -159,7 +159,7 @@ class PromptReader:
             ids, body.thought_budget, message=message, has_grammar=has_grammar
         )
 
-    def text_ids(self, text: str, param: str, *, has_special: bool = True) -> list[int]:
+    def text_ids(self, text: str, param: str, *, has_special: bool) -> list[int]:
         """The token ids of a text, with those that the tokenizer puts around a text. Raises
         PromptTooLong, which names `param`.
         """

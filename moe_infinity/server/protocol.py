@@ -14,7 +14,7 @@ from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, mo
 from moe_infinity.server.field_tables import problem_of
 from moe_infinity.server.fields import KEEPS_EMPTY, Body, Items, RequestBody, whole
 from moe_infinity.server.grammars import Structure
-from moe_infinity.server.limits import CHOICES, LOGPROBS, PROMPTS, STOP_CHARACTERS
+from moe_infinity.server.limits import CHOICES, LOGPROBS, NGRAM, PROMPTS, STOP_CHARACTERS
 from moe_infinity.server.refusals import BadRequest, require_within
 from moe_infinity.server.sequences import Pooling
 
@@ -157,7 +157,7 @@ class SampledBody(RequestBody):
     typical_p: float | None = Field(None, gt=0, le=1)
     epsilon_cutoff: float | None = Field(None, ge=0, lt=1)
     eta_cutoff: float | None = Field(None, ge=0, lt=1)
-    no_repeat_ngram_size: int | None = Field(None, ge=0)
+    no_repeat_ngram_size: int | None = Field(None, ge=0, le=NGRAM.most)
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     do_sample: bool | None = None  # false: temperature 0, as for transformers
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
@@ -231,7 +231,7 @@ class GenerationBody(SampledBody):
             raise BadRequest("give either this or response_format", param="structured_outputs")
         return self
 
-    @field_validator("max_tokens", mode="before")
+    @field_validator("max_tokens", "max_completion_tokens", mode="before", check_fields=False)
     @classmethod
     def _negative_is_any_number(cls, value: Any) -> Any:
         """LM Studio and llama.cpp write -1 for no limit."""

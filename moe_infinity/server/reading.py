@@ -12,7 +12,7 @@ from moe_infinity.errors import MoEInfinityError
 from moe_infinity.memory.needs import USUAL_TOKENS
 from moe_infinity.server.config import ServeConfig
 from moe_infinity.server.sequences import Running
-from moe_infinity.server.turns import PromptShares
+from moe_infinity.server.turns import PromptShares, num_left_of
 
 
 class Left(MoEInfinityError):
@@ -85,8 +85,3 @@ class Reading:
         if current.is_cancelled or current.deadline < now:
             raise Left
         return now - max(self._began, ran_at) >= self._share_s
-
-
-def num_left_of(sequence: Running) -> int:
-    """Tokens of a prompt that are still to be read."""
-    return len(sequence.ids) - sequence.num_prefilled

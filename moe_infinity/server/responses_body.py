@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from itertools import chain
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag
+from pydantic import BeforeValidator, Discriminator, Field, Tag, field_validator
 
 from moe_infinity.server.chat import ChatBody, Message, require_readable
 from moe_infinity.server.efforts import ReasoningFields
@@ -300,6 +300,11 @@ class ResponsesBody(ReasoningFields, SampledBody):
     safety_identifier: Any = None
     text: TextConfig | None = None
     truncation: Any = None  # without effect: a prompt that is too long is refused
+
+    @field_validator("max_output_tokens", mode="before")
+    @classmethod
+    def _negative_is_any_number(cls, value: Any) -> Any:
+        return None if value == -1 else value
 
     def for_chat(self) -> ChatBody:
         messages = []

@@ -7,7 +7,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from traceback import clear_frames
 from typing import Any
 
@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 MOST_LOGGED = 300  # characters of a refusal
 # How paths of Azure's API begin.
 AZURE = re.compile("/+openai(/+deployments/+(?P<model>[^/]+))?(?=/)")
+ADDRESS = re.compile("https?://[^/]*")  # in front of the path, as proxies are asked
 IN_FRONT = re.compile("/.*(?=/v1(/|$))")
 
 
@@ -46,9 +47,10 @@ class Paths:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
-            azure = AZURE.match(scope["path"])
+            path = ADDRESS.sub("", scope["path"], count=1)
+            azure = AZURE.match(path)
             state = {**scope.get("state", {}), "deployment": azure and azure["model"]}
-            path = self.meant(scope["path"])
+            path = self.meant(path)
             scope = {**scope, "path": path, "raw_path": path.encode(), "state": state}
         await self._app(scope, receive, send)
 
@@ -75,7 +77,7 @@ class Guard:
     max_body: int  # bytes
     metrics: Metrics
     preparation: Preparation
-    room: BodyRoom = field(default_factory=BodyRoom)
+    room: BodyRoom
 
     def admit(self, request: HttpRequest, kind: type[BaseModel] | None) -> JsonRequest:
         """The request with its owner and its client, for a body of this kind. Raises Refused."""

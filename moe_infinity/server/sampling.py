@@ -129,14 +129,13 @@ class Penalties(LogitsProcessor):  # type: ignore[misc]
 
 class NoRepeatedNgrams(LogitsProcessor):  # type: ignore[misc]
     """Forbids what transformers' NoRepeatNGramLogitsProcessor does, without reading all ids again
-    for each token.
+    for each token. Those of the prompt are looked at for the first: what waits takes no memory.
     """
 
-    def __init__(self, size: int, prompt_ids: Sequence[int]) -> None:
+    def __init__(self, size: int) -> None:
         self._size = size
         self._followers: dict[tuple[int, ...], list[int]] = {}  # by the size - 1 tokens before
         self._ids: list[int] = []
-        self._add(prompt_ids)
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Forbid, in scores [1, V], what would end an n-gram that ids [1, T] have."""

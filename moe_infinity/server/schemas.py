@@ -140,10 +140,6 @@ def _says_nothing(key: str, value: Any, schema: Mapping[str, Any]) -> bool:
     return value in WITHOUT_EFFECT.get(key, ()) or OF_ANOTHER.get(key, key) not in schema
 
 
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
 def _with_names(schema: dict[str, Any]) -> dict[str, Any]:
     """Return a schema whose rules for names and for other properties are those that grammars have,
     if they can be.
@@ -159,7 +155,7 @@ def _with_names(schema: dict[str, Any]) -> dict[str, Any]:
     match {key: rule for key, rule in names.items() if key != "type"}:
         case {"enum": [*listed], **others} if (
             not others
-            and all(map(_is_text, listed))
+            and all(isinstance(each, str) for each in listed)
             and len(listed) * len(json.dumps(value)) <= MOST_NAMED
         ):
             made["properties"] = dict.fromkeys(listed, value)

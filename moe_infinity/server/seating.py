@@ -55,11 +55,16 @@ class Seating:
                 return
             with self._changed:
                 sequence = self._waiting.pop(client)
-            if not self._passes.can_hold(sequence, seated, self._decoding.num_held):
+            try:
+                can_hold = self._passes.can_hold(sequence, seated, self._decoding.num_held)
+                if can_hold and yielding is not None:
+                    self._let_yield(yielding)
+            except BaseException:
+                self._put_back(sequence)  # else nobody would end it
+                raise
+            if not can_hold:
                 self._put_back(sequence)
                 return
-            if yielding is not None:
-                self._let_yield(yielding)
             self._free_seats.give(sequence)
             sequence.began = min(sequence.began, time.monotonic())
             if sequence.is_set_aside:

@@ -10,6 +10,7 @@ import asyncio
 import errno
 import gc
 import logging
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -32,6 +33,7 @@ from moe_infinity.server.prefix_options import store_of
 # The engine's thread runs Python between torch's calls. With Python's 5 ms the event loop waited
 # several times per request and answered /health late.
 SWITCH_INTERVAL_S = 0.001
+GLANCE_S = 0.1  # between looks at whether there was a second signal
 QUEUE = 1_024  # connections that wait to be accepted
 logger = logging.getLogger(__name__)
 uvicorn_logger = logging.getLogger("uvicorn.error")
@@ -52,6 +54,18 @@ class Server(uvicorn.Server):
         await super().startup(sockets)
         for listener in sockets or ():
             listener.listen(QUEUE)
+
+    async def shutdown(self, sockets: list[socket] | None = None) -> None:
+        """Wait for what is under way, until a second signal."""
+        stopping = asyncio.ensure_future(super().shutdown(sockets))
+        while not stopping.done():
+            if self.force_exit:
+                for connection in list(self.server_state.connections):
+                    connection.transport.abort()
+                for task in list(self.server_state.tasks):
+                    task.cancel()
+            await asyncio.wait([stopping], timeout=GLANCE_S)
+        await stopping
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self.force_exit = self.should_exit
@@ -112,6 +126,7 @@ def http_settings(app: FastAPI, config: ServeConfig) -> uvicorn.Config:
         lifespan="off",
         backlog=BACKLOG,
         timeout_keep_alive=limits.IDLE_S.most,
+        proxy_headers="FORWARDED_ALLOW_IPS" in os.environ,  # else a client says who it is
         h11_max_incomplete_event_size=limits.HEADER_BYTES.most,
     )
 

@@ -146,12 +146,16 @@ class PromptShares:
 
     def _num_behind_next(self, sequence: Running) -> int:
         """Tokens of its client once the next chunk is computed."""
-        num_left = len(sequence.ids) - sequence.num_prefilled
-        return self._num_computed[sequence.request.client] + min(num_left, self._chunk)
+        return self._num_computed[sequence.request.client] + min(num_left_of(sequence), self._chunk)
 
     def note(self, sequence: Running, num_tokens: int) -> None:
         """Take note of what was computed for a sequence."""
         self._num_computed[sequence.request.client] += num_tokens
+
+
+def num_left_of(sequence: Running) -> int:
+    """Tokens of a prompt that are still to be read."""
+    return len(sequence.ids) - sequence.num_prefilled
 
 
 def num_tokens(sequences: Iterator[Running] | Sequence[Running] | SeatQueue) -> int:

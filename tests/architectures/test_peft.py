@@ -33,6 +33,9 @@ ADAPTERS: dict[str, tuple[str, Callable[[], Any]]] = {
     "router": ("Qwen3Moe", lambda: peft.LoraConfig(target_parameters=["gate.weight"], **RANDOM)),
     "head": ("Olmoe", lambda: peft.LoraConfig(target_modules=["lm_head"], **RANDOM)),
     "dora": ("Mixtral", lambda: peft.LoraConfig(target_modules=ATTENTION, use_dora=True, **RANDOM)),
+    "whole router": ("Qwen3Moe", lambda: peft.LoraConfig(modules_to_save=["gate"], **SAVING)),
+    "whole norm": ("Mixtral", lambda: peft.LoraConfig(modules_to_save=["norm"], **SAVING)),
+    "whole head": ("Olmoe", lambda: peft.LoraConfig(modules_to_save=["lm_head"], **SAVING)),
     "norms": ("Mixtral", lambda: peft.LNTuningConfig(target_modules=["input_layernorm"])),
     "ia3": (
         "Mixtral",
@@ -42,6 +45,7 @@ ADAPTERS: dict[str, tuple[str, Callable[[], Any]]] = {
     ),
 }
 RANDOM: dict[str, Any] = {"r": 4, "lora_alpha": 16, "init_lora_weights": False}
+SAVING: dict[str, Any] = {"target_modules": ["q_proj"], **RANDOM}
 
 
 def steps(model: Any) -> Tensor:
@@ -57,7 +61,8 @@ def adapted(model: Any, config: Any) -> Any:
     with_adapter = peft.get_peft_model(model, config).eval()
     with torch.no_grad():
         for name, param in with_adapter.named_parameters():
-            if "ln_tuning" in name or "ia3" in name:  # these begin as they were
+            is_as_it_was = ("ln_tuning", "ia3", "modules_to_save")
+            if any(each in name for each in is_as_it_was):
                 param.mul_(1.5)
     return with_adapter
 

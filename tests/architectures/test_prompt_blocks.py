@@ -4,12 +4,14 @@ it, experts are read once for all blocks, and nobody's hook or odd layer sees a 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from moe_infinity import MoE
 from moe_infinity.architectures import prompt_blocks
@@ -232,6 +234,54 @@ def test_a_mask_is_looked_at_again_when_blocks_become_shorter(moe, monkeypatch):
     num_cut = blocks._num_cut
     assert distance(logits_of(moe, IDS, [200], attention_mask=mask), expected) < TOLERANCE
     assert blocks._num_cut > num_cut, "at least the first layer"
+
+
+@pytest.mark.parametrize("is_inference", [False, True])
+def test_a_mask_that_is_changed_in_place_is_looked_at_again(moe, monkeypatch, is_inference):
+    with torch.inference_mode(is_inference):
+        mask = torch.ones(1, 1, 200, 200, dtype=torch.bool).tril()
+        logits_of(moe, IDS, [200], attention_mask=mask)
+        mask[:, :, 40:80, 40:80] = True  # over the end of a block
+        found = logits_of(moe, IDS, [200], attention_mask=mask)
+        without_blocks(monkeypatch)
+        assert distance(found, logits_of(moe, IDS, [200], attention_mask=mask)) < TOLERANCE
+
+
+def test_a_call_of_the_decoder_alone_is_not_cut_as_the_last_prompt_was(moe):
+    logits_of(moe, IDS, [200])
+    seen: list[int] = []
+
+    def note(module: nn.Module, args: Any, out: Any) -> None:
+        seen.append(out[0].shape[1])
+
+    moe.model.model.layers[0].self_attn.register_forward_hook(note)
+    with torch.no_grad():
+        moe.model.model(input_ids=IDS)
+    assert seen == [200]
+
+
+@pytest.mark.parametrize("is_decorated", [False, True])
+def test_a_patched_decoder_may_keep_what_each_layer_gave(moe, monkeypatch, is_decorated):
+    kept: list[Tensor] = []
+    kind = type(moe.model.model)
+    cache_name = cache_parameter(kind.forward)
+
+    def forward(self: Any, input_ids: Any = None, **kwargs: Any) -> Any:
+        places = torch.arange(input_ids.shape[1])[None]
+        x = self.embed_tokens(input_ids)
+        given = {"position_embeddings": self.rotary_emb(x, places), "attention_mask": None}
+        for layer in self.layers:
+            kept.append(x)
+            x = layer(x, use_cache=True, **given, **{cache_name: kwargs[cache_name]})
+        return MoeModelOutputWithPast(last_hidden_state=self.norm(x))
+
+    monkeypatch.setattr(kind, "forward", torch.no_grad()(forward) if is_decorated else forward)
+    blocks = moe.engine._blocks
+    logits_of(moe, IDS, [200])
+    num_layers = len(moe.model.model.layers)
+    assert blocks._num_cut == 2 * num_layers, "in the trial, and now"
+    inputs = kept[-num_layers:]
+    assert not any(torch.equal(a, b) for a, b in pairwise(inputs))
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float32, torch.bfloat16])

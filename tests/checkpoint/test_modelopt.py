@@ -74,7 +74,7 @@ def test_the_config_may_say_so_in_many_ways(folder, expected, method, tmp_path):
 
 @pytest.mark.parametrize(
     ("content", "named"),
-    [("[]", "not a JSON object"), ('{"x', "not a JSON file"), ("{}", "the model wants"),
+    [("[]", "not a JSON object"), ('{"x', "not a JSON file"), ("{}", "scales beside it"),
      ('{"quantization": []}', "unnamed"), ('{"quantization": {"quant_algo": 5}}', "quant_algo 5"),
      ('{"quantization": {"quant_algo": "MIXED_PRECISION", "quantized_layers": [1]}}', "malformed")],
 )  # fmt: skip

@@ -6,6 +6,7 @@ import errno
 import os
 import random
 import re
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import pytest
 
 from moe_infinity.checkpoint.file_state import NUM_SAMPLES, SAMPLE_BYTES, fingerprint_of
 from moe_infinity.checkpoint.headers import Extent
-from moe_infinity.errors import CheckpointError
+from moe_infinity.errors import CheckpointError, LoadTimeout
 from tests.checkpoint.reading import read
 
 CONTENT = bytes(range(256)) * 16
@@ -176,3 +177,21 @@ def test_a_change_that_was_not_known_counts_even_if_the_file_is_right_again(read
     assert reader.changed_file() is None
     assert reader.changed_file(num_known) == file
     assert reader.changed_file(num_now) is None
+
+
+def test_bytes_that_do_not_come_in_time_are_an_error(reader, file, monkeypatch):
+    """The thread that waits for them is left alone."""
+    extent = Extent(file, 0, 4)
+    found = bytearray(4)
+    reader.read_in_time([(extent, memoryview(found))], 30)
+    assert bytes(found) == CONTENT[:4]
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        reader.read_in_time([(Extent(file / "x", 0, 4), memoryview(found))], 30)
+    hangs = threading.Event()
+    with monkeypatch.context() as patched:
+        patched.setattr(reader, "read", lambda pieces: hangs.wait(30))
+        with pytest.raises(LoadTimeout, match=f"{file.name}: no bytes of it came"):
+            reader.read_in_time([(extent, memoryview(found))], 0.1)
+        hangs.set()
+    reader.close()
+    reader.read_in_time([(extent, memoryview(found))], 30)  # as `read` does

@@ -62,7 +62,7 @@ def make_weight(kind: str, rows: int, columns: int) -> tuple[dict[str, Tensor], 
         weight = bytes_RC.float() * scales.float()
         return {"values": bytes_RC, "scale": scales}, weight, weight.abs()
     if name == "fp8":
-        grid = (rows, 1) if options == ["rows"] else (-(-rows // 16), columns // 32)
+        grid = (rows, 1) if options == ["rows"] else (-(-rows // 16), -(-columns // 32))
         numbers = torch.randint(0, 0x58, (rows, columns)) + 128 * torch.randint(0, 2, (rows, 1))
         bytes_RC = numbers.to(torch.uint8).view(torch.float8_e4m3fn)
         scales, block = torch.rand(grid) / 50, (1, columns) if options == ["rows"] else (16, 32)

@@ -16,7 +16,7 @@ import transformers
 from safetensors.torch import save_file
 from torch import Tensor
 
-from moe_infinity import MoE
+from moe_infinity import CheckpointError, MoE
 from moe_infinity.checkpoint.file_names import checkpoint_files
 from moe_infinity.checkpoint.headers import read_headers
 from moe_infinity.cli.inspection import inspect_checkpoint
@@ -250,3 +250,31 @@ def test_the_command_packs_and_tells_the_errors(command, source, tmp_path):
     assert "relative error" in outcome.out
     run = command("run", tmp_path / "o", "-p", "w5 w6", "--max-new-tokens", 4)
     assert len(run.out.split()) == 4
+
+
+def test_a_link_to_a_file_elsewhere_is_not_followed(source, tmp_path):
+    """The packed folder is often published."""
+    checkpoint = shutil.copytree(source, tmp_path / "source")
+    (tmp_path / "secret").write_text("x")
+    (checkpoint / "NOTES.md").symlink_to(tmp_path / "secret")
+    with pytest.raises(CheckpointError, match=r"NOTES.md: a link to .*secret.*\nhint: "):
+        pack(checkpoint, tmp_path / "packed", experts="int4", rounding="nearest")
+
+
+def test_links_in_a_snapshot_of_the_hub_are_files(source, tmp_path):
+    blobs = tmp_path / "models--a--b" / "blobs"
+    snapshot = tmp_path / "models--a--b" / "snapshots" / "0"
+    shutil.copytree(source, blobs)
+    snapshot.mkdir(parents=True)
+    for file in blobs.iterdir():
+        (snapshot / file.name).symlink_to(file)
+    pack(snapshot, tmp_path / "packed", experts="int4", rounding="nearest")
+    assert (tmp_path / "packed" / "tokenizer.json").is_file()
+
+
+def test_an_adapter_is_not_left_out(source, tmp_path, monkeypatch):
+    monkeypatch.setattr("moe_infinity.untrusted.folder.is_peft_available", lambda: True)
+    checkpoint = shutil.copytree(source, tmp_path / "source")
+    (checkpoint / "adapter_config.json").write_text('{"r": 8}')
+    with pytest.raises(CheckpointError, match="leave the adapter out"):
+        pack(checkpoint, tmp_path / "packed", experts="int4", rounding="nearest")

@@ -25,6 +25,7 @@ class Serving:
     url: str
     engine: Engine
     moe: MoE
+    server: Server
     clients: ExitStack  # closed before the server: their sockets are not left to the collector
 
     def client(self, **options: Any) -> openai.OpenAI:
@@ -68,7 +69,7 @@ def serving(moe: MoE, **options: Any) -> Iterator[Serving]:
             time.sleep(0.005)
         port = server.servers[0].sockets[0].getsockname()[1]
         with ExitStack() as clients:
-            yield Serving(f"http://127.0.0.1:{port}", engine, moe, clients)
+            yield Serving(f"http://127.0.0.1:{port}", engine, moe, server, clients)
     finally:
         server.should_exit = server.force_exit = True
         thread.join(20)

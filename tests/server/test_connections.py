@@ -82,6 +82,33 @@ def test_a_request_under_way_is_waited_for(moe, monkeypatch):
     assert "[DONE]" in answer.text
 
 
+@pytest.mark.parametrize(
+    ("files", "more"),
+    [
+        (["highlight.min.js"], b""),
+        (["highlight.min.js"], b"G"),  # a byte of its next request
+        (["chat.js"] * 5, b""),  # it ends with less than what stops writing
+    ],
+    ids=["silent", "one byte", "closing"],
+)
+def test_a_client_that_does_not_read_its_answer_is_disconnected(moe, monkeypatch, files, more):
+    set_limit(monkeypatch, "UNREAD_S", 1)
+    with serving(moe) as server, socket.socket() as client:
+        (listener,) = server.server.servers[0].sockets
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # of its connections, too
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect(("127.0.0.1", int(server.url.rpartition(":")[2])))
+        asked = [f"GET /page/{name} HTTP/1.1\r\nHost: localhost\r\n" for name in files]
+        client.sendall("\r\n".join([*asked, ""]).encode()[:-2] + b"Connection: close\r\n\r\n")
+        there = server.server.config.http._open  # type: ignore[union-attr]
+        server.wait_until(lambda: bool(there))
+        time.sleep(0.5)
+        assert there, "what it reads was not all"
+        with contextlib.suppress(ConnectionError):
+            client.sendall(more)
+        server.wait_until(lambda: not there)
+
+
 def test_the_connection_that_is_idle_longest_makes_room(moe, monkeypatch):
     monkeypatch.setattr("moe_infinity.server.serve.most_connections", lambda: 5)
     with serving(moe) as server, contextlib.ExitStack() as stack:
@@ -173,3 +200,22 @@ def test_a_log_has_few_lines_of_a_kind():
     assert "more lines of this kind" in shown[-1]
     other = logging.LogRecord("x", logging.WARNING, "", 0, "another kind", (), None)
     assert few_lines.filter(other)
+
+
+def test_a_deadline_counts_while_experts_are_preloaded(moe, monkeypatch):
+    monkeypatch.setattr(type(moe), "is_ready", property(lambda self: time.monotonic() > ready))
+    ready = time.monotonic() + 30
+    with serving(moe, deadline=1) as server:
+        began = time.monotonic()
+        answer = httpx.post(f"{server.url}/v1/completions", json={"prompt": "a"}, timeout=60)
+        assert answer.status_code == 504
+        assert time.monotonic() - began < 15
+        ready = 0.0
+
+
+def test_too_many_sequences_are_refused_before_they_are_made(moe, monkeypatch):
+    with serving(moe, max_queue=16) as server:
+        monkeypatch.setattr(server.engine, "running", None)
+        body = {"prompt": ["a", "b"], "n": 16, "max_tokens": 1}
+        answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "n")

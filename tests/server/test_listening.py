@@ -5,10 +5,11 @@ from __future__ import annotations
 import socket
 
 import pytest
+from fastapi import FastAPI
 
 from moe_infinity.errors import ConfigError
 from moe_infinity.server.config import ServeConfig
-from moe_infinity.server.serve import bound_sockets, serve_model
+from moe_infinity.server.serve import bound_sockets, http_settings, serve_model
 
 
 def test_a_bound_port_refuses_connections_until_there_is_someone_to_answer():
@@ -27,3 +28,11 @@ def test_who_listens_first_on_a_port_that_two_have_bound_has_it(moe):
             sockets[0].listen()
             with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port}"):
                 serve_model(moe, config, ours)
+
+
+def test_a_client_does_not_say_who_it_is_unless_a_proxy_is_named(monkeypatch):
+    """By X-Forwarded-For one client would be many, each with a share of its own."""
+    monkeypatch.delenv("FORWARDED_ALLOW_IPS", raising=False)
+    assert not http_settings(FastAPI(), ServeConfig()).proxy_headers
+    monkeypatch.setenv("FORWARDED_ALLOW_IPS", "10.0.0.1")
+    assert http_settings(FastAPI(), ServeConfig()).proxy_headers

@@ -186,6 +186,7 @@ def test_the_one_model_is_listed_and_described(server):
         (model,) = httpx.get(f"{server.url}/api/{path}").json()["models"]
         assert model["name"] == model["model"] == "tiny"
         assert model["size"] > 0
+        assert len(model["digest"]) == 64  # clients show the first twelve
         assert model["details"]["family"] == server.moe.model.config.model_type
     for name in ("model", "name"):
         shown = posted(server, "show", {name: "tiny"}).json()

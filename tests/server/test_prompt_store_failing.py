@@ -67,6 +67,25 @@ def in_one_of_all(folder: Path) -> None:
     folder.chmod(0o777)
 
 
+def test_a_folder_of_somebody_else_beside_it_is_left_alone(folder, monkeypatch, caplog):
+    """As root one sees into each, so it is played."""
+    foreign = folder / ("cd" * 16)
+    foreign.mkdir()
+    scandir = os.scandir
+
+    def scan(path: Any) -> Any:
+        if Path(path) == foreign:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", scan)
+    store = store_in(folder)
+    store.keep({SECOND: STORED}, PARTS)
+    store.close()
+    assert not caplog.text
+    assert files_in(folder) == [folder / KEY / FIRST, folder / KEY / SECOND]
+
+
 @pytest.mark.parametrize("refused", [a_link, of_a_group, in_one_of_all])
 def test_a_folder_that_was_refused_is_neither_read_nor_written(refused, folder, caplog):
     refused(folder)

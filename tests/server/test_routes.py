@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import socket
 import time
 from typing import Any
 
@@ -53,6 +54,17 @@ def test_a_route_is_found_however_its_path_is_written(server, path):
     for spelling in spellings(path):
         answer = httpx.post(server.url + spelling, json=BODIES[path], timeout=60)
         assert answer.status_code == 200, spelling
+
+
+def test_a_path_may_come_with_the_address_before_it(server):
+    """As a proxy is asked (RFC 9112, 3.2.2)."""
+    host, _, port = server.url.removeprefix("http://").partition(":")
+    with socket.create_connection((host, int(port)), timeout=60) as client:
+        client.sendall(
+            f"GET {server.url}/v1/models HTTP/1.1\r\nHost: {host}:{port}\r\n"
+            "Connection: close\r\n\r\n".encode()
+        )
+        assert client.makefile("rb").readline().split()[1] == b"200"
 
 
 @pytest.mark.parametrize("path", GETS)

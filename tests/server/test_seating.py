@@ -173,3 +173,20 @@ def test_an_answer_without_room_is_cut_and_says_so(few_slots, monkeypatch, caplo
     assert len(client.token_ids) < 60
     assert engine.counts.cut == 1
     assert "memory has no room for its keys and values" in caplog.text
+
+
+def test_an_error_while_a_seat_is_given_loses_no_request(few_slots, monkeypatch):
+    """Whoever fails all, or leaves, has to find it."""
+    engine = make_engine(few_slots, prefix_cache="off")
+    client = Client(engine, SHORT)
+    with monkeypatch.context() as patched:
+        patched.setattr(engine._passes, "can_hold", fail)
+        with pytest.raises(OSError, match="too many open files"):
+            engine.step()
+    assert engine.state()["waiting"] == 1
+    run_all(engine, client)
+    assert client.token_ids
+
+
+def fail(*args: object) -> bool:
+    raise OSError("too many open files")

@@ -105,7 +105,7 @@ def _gelu_tanh(b: Any, x: Any, _: Any) -> Any:
 
 
 def _relu2(b: Any, x: Any, _: Any) -> Any:
-    positive = larger(b, x, FLOATS(None))
+    positive = larger(b, FLOATS(None), x)  # NaN stays
     return b.fmul(positive, positive)
 
 

@@ -175,6 +175,8 @@ def attend(
     alike = query.dtype == key.dtype == value.dtype and key.stride(3) == value.stride(3) == 1
     if loop is None or not (fits and alike) or query.device.type != "cpu":
         return None
+    if width % loop.num_columns and key.stride(2) != width:  # the last step would begin elsewhere
+        return None
     x = arranged((query.reshape(-1, width).to(torch.float32) * scale).numpy(), loop)
     in_row = -(-num_tokens // LANES) * LANES
     scores = host_float32(num_seqs, num_heads, in_row).fill_(-torch.inf)
@@ -231,7 +233,9 @@ def attention(kind: str, num_vectors: int) -> Any:
             if bias:
                 added = bias + seq * bias_seq + head * bias_head
                 for i in range(num_tokens):
-                    put_float(at, i, float_at(at, i) + float_at(added, i))
+                    extra = float_at(added, i)
+                    is_hidden = extra == -math.inf  # whatever its score
+                    put_float(at, i, extra if is_hidden else float_at(at, i) + extra)
             values = value + seq * value_seq + group * value_head
             to = out + 4 * LANES * num_vectors * row
             num_steps = score_row // (4 * LANES)
@@ -264,7 +268,9 @@ def _emit_weigh(kind: str, num_vectors: int, context: Any, b: Any, args: Any) ->
     peak = larger(b, repeated(b, largest_of_lanes(b, b.load(largest))), all_lanes(F32, -FINITE))
     with cgutils.for_range(b, num_steps, intp=I64) as loop:
         at = b.add(scores, b.mul(loop.index, I64(4 * LANES)))
-        value = exponential(b, b.fsub(load(b, at, 0, F32), peak))
+        below = b.fsub(load(b, at, 0, F32), peak)
+        value = exponential(b, below)
+        value = b.select(b.fcmp_unordered("uno", below, below), below, value)  # NaN stays
         b.store(value, b.inttoptr(at, FLOATS.as_pointer()), align=4)
         b.store(b.fadd(value, b.load(total)), total)
     sums = [cgutils.alloca_once_value(b, FLOATS(None)) for _ in range(num_vectors)]

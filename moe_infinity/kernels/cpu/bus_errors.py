@@ -87,7 +87,8 @@ def _handler(table: int, stock: int) -> Any:
         for at in range(FIRST, last, 2):
             if words[at] <= address < words[at + 1]:
                 page = address & page_mask
-                map_memory(page, words[at + 1] - page, protection, flags, -1, 0)
+                if map_memory(page, words[at + 1] - page, protection, flags, -1, 0) != page:
+                    break  # there is no memory for it
                 words[COUNT] += 1
                 return
         set_action(number, stock, 0)  # the next try does what it did before

@@ -10,6 +10,7 @@ microsecond, without Python. To wake it for every call of a decode step would ta
 
 from __future__ import annotations
 
+import logging
 import os
 import platform
 import threading
@@ -27,6 +28,8 @@ from numba.extending import intrinsic
 from moe_infinity.kernels.cpu.compiler import machine_code
 from moe_infinity.kernels.cpu.vectors import I64, int_at
 from moe_infinity.system.machine import yield_address
+
+logger = logging.getLogger(__name__)
 
 LINE = 8  # int64s that share a cache line
 # Where things are in the memory of a team, each in a line of its own.
@@ -181,7 +184,11 @@ class Team:
         self._memory[self._first + YIELD] = yield_address()
         for i in range(num_helpers):
             name = f"experts-cpu-{i}"
-            threading.Thread(target=self._helper, name=name, daemon=True).start()
+            try:
+                threading.Thread(target=self._helper, name=name, daemon=True).start()
+            except RuntimeError:
+                logger.warning("the system gives %d of %d threads for kernels", i, num_helpers)
+                break
 
     def run(self, function: int, address: int) -> None:
         """Call the function at `function` with `address`, and return when all of it is done."""

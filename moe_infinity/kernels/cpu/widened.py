@@ -18,6 +18,7 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
@@ -32,12 +33,12 @@ from torch.nn.functional import linear
 from moe_infinity.experts import ParamSpec
 from moe_infinity.kernels.cpu.compiler import machine_code
 from moe_infinity.kernels.cpu.product import arguments_of, loop_of, row_blocks
-from moe_infinity.kernels.cpu.steps import KernelArguments
+from moe_infinity.kernels.cpu.steps import InnerLoop, KernelArguments
 from moe_infinity.kernels.cpu.team import num_threads
 from moe_infinity.kernels.cpu.widen import widening_function
 from moe_infinity.kernels.cpu.work import BLOCK_BYTES, RowBlock, block_at, multiply
 from moe_infinity.kernels.reference import Activation
-from moe_infinity.layout import WORDS, WeightLayout
+from moe_infinity.layout import WORDS, WeightLayout, block_of
 
 PIECE_BYTES = 2 << 20  # of a widened weight, which the second cache holds
 
@@ -76,6 +77,8 @@ class Widening:
         loops = [loop for weight in weights if (loop := loop_of(weight)) is not None]
         kinds = {weight.kind for weight in weights}
         if len(loops) < len(weights) or kinds & {*WORDS}:
+            return None
+        if any(map(_ends_in_two_blocks, weights, loops)):
             return None
         num_columns = weights[0].shape[1]
         arguments = np.zeros((len(weights), len(KernelArguments._fields)), np.int64)
@@ -123,6 +126,15 @@ class Widening:
         return linear(x_TC, weight_RC, bias_R)
 
 
+def _ends_in_two_blocks(weight: WeightLayout, loop: InnerLoop) -> bool:
+    """Return True if the last step of a row has columns of two blocks, the last of which is cut
+    off: they are decoded with the scale of that one. Elsewhere x has zeros for the others.
+    """
+    columns = weight.shape[1]
+    block = block_of(weight)
+    return block is not None and bool(columns % loop.num_columns and columns % block[1])
+
+
 class _Kept(threading.local):
     memory = torch.empty(0, dtype=torch.bfloat16, device="cpu")
 
@@ -140,8 +152,15 @@ def _memory(count: int) -> Tensor:
 def run_all(work: Callable[[Any], None], items: Iterable[Any]) -> None:
     """Do the work of all items, by as many threads as kernels have."""
     pool = _pool(os.getpid(), num_threads())
+    # Each thread has its own: in no other may a tensor of inference mode be written to.
+    mode = torch.inference_mode if torch.is_inference_mode_enabled() else nullcontext
+
+    def run(item: Any) -> None:
+        with mode():
+            work(item)
+
     try:
-        for _ in pool.map(work, items):
+        for _ in pool.map(run, items):
             pass
     finally:  # a thread that sets its own number sets that of threads to come, too
         torch.set_num_threads(torch.get_num_threads())

@@ -197,11 +197,6 @@ class ModelSizes:
         experts = self.num_layers * self.top_k * self.expert_params
         return self.dense_params + self.head_params + experts
 
-    @property
-    def weight_bits(self) -> float:
-        """The bits of a parameter of an expert on disk."""
-        return 8 * self.stored_bytes / self.expert_params
-
     def as_dict(self) -> dict[str, Any]:
         """The fields, for JSON."""
         folder = None if self.folder is None else str(self.folder)

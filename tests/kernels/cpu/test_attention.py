@@ -139,3 +139,36 @@ def test_what_it_does_not_compute_is_left_to_others():
     assert attend(query.to("meta"), key.to("meta"), value.to("meta"), None, 1.0) is None
     query, key, value = inputs(torch.float32, width=8)
     assert attend(query, key, value, None, 1.0) is None
+
+
+@pytest.mark.parametrize("number", [torch.nan, torch.inf])
+def test_what_is_no_number_shows(number):
+    query, key, value = inputs(torch.float32)
+    key[0, 1, 20, 5] = number
+    query[1, 0, 0, 3] = torch.nan
+    found = computed(query, key, value, None, 0.3)
+    groups = found.view(3, 2, 4, 32)
+    assert not groups[0, 1].isfinite().any() or number == torch.inf
+    assert groups[0, 1].isnan().any()
+    assert found[1, 0].isnan().all()
+    assert groups[0, 0].isfinite().all()
+    assert found[2].isfinite().all()
+
+
+def test_what_is_no_number_may_be_masked():
+    query, key, value = inputs(torch.float32)
+    mask = torch.ones(3, 1, 1, 50, dtype=torch.bool)
+    mask[..., 20] = False
+    expected = computed(query, key, value, mask, 0.3)
+    key[:, :, 20] = torch.nan
+    assert torch.equal(computed(query, key, value, mask, 0.3), expected)
+
+
+@pytest.mark.parametrize("width", [24, 32, 96])
+def test_keys_between_which_others_lie_are_read_right_or_not_at_all(width):
+    """A last step that overlaps the one before begins where the row ends."""
+    query, key, value = inputs(torch.float32, width=width)
+    by_token = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in (key, value)]
+    found = attend(query, by_token[0], by_token[1], None, 0.3)
+    assert found is None or largest_error(found, expected(query, key, value, None, 0.3), value) < 1
+    assert found is not None or width != 32

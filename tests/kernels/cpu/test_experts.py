@@ -205,8 +205,11 @@ def test_activations_are_their_definition(act, is_interleaved):
         assert experts.largest_error(experts.compute(x, STARTS), x, STARTS) < 1
 
 
-def test_what_is_no_number_stays_none():
-    experts = Experts("f32", 40, 24, act=LIMITED)
+@pytest.mark.parametrize(
+    "act", [LIMITED, Activation("relu2", is_gated=False), Activation("gelu", is_gated=False)]
+)
+def test_what_is_no_number_stays_none(act):
+    experts = Experts("f32", 40, 24, act=act)
     x = torch.randn(3, 40)
     x[1, 5] = torch.nan
     found = experts.compute(x, [0, 3])

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from moe_infinity.experts import ExpertLayout, ParamSpec
+from moe_infinity.formats.methods import find_format
 from moe_infinity.kernels import many_rows
 from moe_infinity.kernels.cpu import product, widened
 from moe_infinity.kernels.cpu.compiler import multiplies_bfloat16
@@ -83,6 +84,12 @@ def stored(kind: str, rows: int, columns: int) -> tuple[PackedWeight, Tensor]:
     if kind == "fp8 blocks":
         rows += -rows % 16
     parts, weight, _ = make_weight(kind, rows, columns)
+    memory, specs = in_memory(parts)
+    return PackedWeight(layout_of(kind, specs), memory), weight
+
+
+def in_memory(parts: dict[str, Tensor]) -> tuple[Tensor, dict[str, ParamSpec]]:
+    """The parts of a weight one after the other, and where they are."""
     layout = ExpertLayout.of(
         {role: (tuple(t.shape), str(t.dtype)[6:]) for role, t in parts.items()}
     )
@@ -91,7 +98,7 @@ def stored(kind: str, rows: int, columns: int) -> tuple[PackedWeight, Tensor]:
     for spec in layout.params:
         memory[spec.offset :][: spec.num_bytes] = parts[spec.name].view(torch.uint8).flatten()
         specs[spec.name] = spec
-    return PackedWeight(layout_of(kind, specs), memory), weight
+    return memory, specs
 
 
 def linear_of(*weights: PackedWeight) -> FusedLinear:
@@ -200,6 +207,32 @@ def test_widening_gives_the_unpacked_weight_rounded_once(kind, rows, columns):
     rounding = EPS[torch.bfloat16] / 2 * wide.abs() + 8 * EPS[torch.float32] * wide.abs().max()
     assert ((found.float() - wide).abs() <= rounding).all()
     assert (found == wide.bfloat16()).float().mean() > 0.99
+
+
+@pytest.mark.parametrize("columns", [400, 464, 480])
+def test_a_row_that_ends_within_a_block_is_not_widened_with_the_scale_of_another(columns):
+    parts, wide, _ = make_weight("fp8 blocks", 32, columns)
+    memory, specs = in_memory(parts)
+    config = {"quant_method": "fp8", "weight_block_size": [16, 32]}
+    weight_format = find_format(config).weights[0]
+    layout = weight_format.layout_of(specs, is_transposed=False)
+    in_slot = [*layout.parts.values()]
+    widening = widened.Widening.of([layout], in_slot)
+    if widening is None:
+        assert columns % 32, "only what ends within a block is left to panels"
+        return
+    table = torch.tensor([memory.data_ptr() + spec.offset for spec in in_slot])
+    (piece,) = widening.pieces(1 << 20)
+    widening.multiply(piece, table.data_ptr(), torch.ones(1, columns).bfloat16())
+    assert torch.equal(widened._memory(32 * columns).view(32, columns), wide.bfloat16())
+
+
+def test_widened_weights_multiply_what_inference_mode_makes(matrices):
+    weight, wide = stored("ggml q8_0", 37, 512)
+    with torch.inference_mode():
+        x = torch.randn(MANY, 512).bfloat16()
+        found = linear_of(weight)(x)
+    assert_product(found, x, wide, EPS[torch.bfloat16])
 
 
 @pytest.mark.parametrize("num_bytes", [1, 40_000, 1 << 20])

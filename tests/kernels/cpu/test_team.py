@@ -99,3 +99,22 @@ def test_callers_at_once_compute_as_if_alone():
         thread.join(timeout=60)
     assert not any(thread.is_alive() for thread in threads)
     assert not failed
+
+
+def test_fewer_threads_than_wanted_are_enough(monkeypatch, caplog):
+    """Where the system gives no more, those that there are do all."""
+    start = threading.Thread.start
+    started: list[threading.Thread] = []
+
+    def start_one(self: threading.Thread) -> None:
+        if started:
+            raise RuntimeError("can't start new thread")
+        started.append(self)
+        start(self)
+
+    monkeypatch.setattr(threading.Thread, "start", start_one)
+    own = team.Team(4)
+    assert "gives 1 of 4 threads" in caplog.text
+    memory = _memory()
+    own.run(add_up.address, memory.buffer_info()[0])
+    assert memory[SUM] == NUM_ITEMS * (NUM_ITEMS - 1) // 2

@@ -136,11 +136,22 @@ GENERATION = (
     setting(r"(encoder_)?repetition_penalty", NumberRange(1e-3, 1e3, is_whole=False)),
     setting(r"length_penalty|diversity_penalty|penalty_alpha|guidance_scale", FACTOR),
     setting(r"(max|min)_(new_tokens|length)", NumberRange(-1, 1 << 40)),
-    setting(r"(encoder_)?no_repeat_ngram_size", NumberRange(0, 1 << 30)),
+    setting(r"(encoder_)?no_repeat_ngram_size", NumberRange(0, 64)),
     setting(r"num_beams|num_beam_groups|num_return_sequences", NumberRange(1, 1 << 12)),
     setting(r"do_sample|renormalize_logits|remove_invalid_values", FLAG),
 )
 RULES = MODEL + GENERATION
+RANK = AnyNumber(-1, 1 << 12, is_whole=False)
+# Of PEFT. All weights of an adapter are made before its file is read.
+ADAPTER = (
+    Rule(re.compile(r"(init_|target_)?r|\w*rank\w*|num_virtual_tokens"), RANK),
+    Rule(re.compile(r"\w+_(size|dim|layers)"), AnyNumber(-1, 1 << 20)),
+)
+# A picture is made that large. Some classes have numbers of pixels under the names of edges.
+PROCESSOR = (
+    Rule(re.compile(r"\w*(height|width|patch(es)?|patch_size)|num_\w+"), AnyNumber(-1, 1 << 14)),
+    Rule(re.compile(r"\w*(pixels|edge|size|length)"), AnyNumber(-1, 1 << 26)),
+)
 ANY_NUMBER = AnyNumber(-(1 << 62), 1 << 62, is_whole=False)
 ANYTHING = Rule(re.compile(""), ANY_NUMBER, range(MAX_DEPTH))
 PACKING = ("quantization_config", "compression_config")  # formats/methods.py looks at these
@@ -167,17 +178,15 @@ def read_object(
     too_deep = f"{file}: is nested more than {max_depth} deep"
     try:
         num_bytes = file.stat().st_size
-        if num_bytes > max_bytes:
-            raise CheckpointError(f"{file}: has {num_bytes} bytes, expected at most {max_bytes}")
-        content = json.loads(file.read_text("utf-8"))
+        content = json.loads(file.read_text("utf-8")) if num_bytes <= max_bytes else None
     except RecursionError as error:
         raise CheckpointError(too_deep) from error
     except ValueError as error:
         raise CheckpointError(f"{file}: not a JSON file: {printable(error)}") from error
-    except CheckpointError:
-        raise
     except OSError as error:
         raise CheckpointError(f"{file}: cannot be read: {error.strerror or error}") from error
+    if num_bytes > max_bytes:
+        raise CheckpointError(f"{file}: has {num_bytes} bytes, expected at most {max_bytes}")
     if not isinstance(content, dict):
         raise CheckpointError(f"{file}: not a JSON object")
     parts: list[Any] = [content]
@@ -224,6 +233,19 @@ def check_generation_config(file: Path, content: dict[str, Any]) -> None:
     """Raise CheckpointError for a setting that cannot be kept."""
     for entry in _entries(content):
         _check(file, entry, GENERATION)
+
+
+def check_adapter_config(file: Path, content: dict[str, Any]) -> None:
+    """Raise CheckpointError for a size of an adapter that none has."""
+    for entry in _entries(content):
+        is_rank = entry.path.startswith("rank_pattern.")  # its keys are names of modules
+        _check(file, entry._replace(key="r") if is_rank else entry, ADAPTER)
+
+
+def check_processor_config(file: Path, content: dict[str, Any]) -> None:
+    """Raise CheckpointError for a size that no picture is made to have."""
+    for entry in _entries(content):
+        _check(file, entry, PROCESSOR)
 
 
 def as_meant(key: str, value: Any) -> Any:

@@ -4,12 +4,11 @@ table as long as the highest id, and ends the process where there is no memory f
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from moe_infinity.checkpoint.config_limits import NumberRange, read_object, shown
 from moe_infinity.errors import CheckpointError
+from moe_infinity.untrusted.config_limits import NumberRange, read_object, shown
 
 MAX_FILE_BYTES = 256 << 20  # ten times that of Gemma 3
 MAX_DEPTH = 32
@@ -17,16 +16,21 @@ MAX_VALUES = 20_000_000
 ID = NumberRange(0, (1 << 24) - 1)
 
 
-def check_tokenizer(files: Iterable[Path]) -> None:
-    """Raise CheckpointError if one of these files has what no tokenizer has."""
-    for file in files:
-        content = read_object(file, MAX_FILE_BYTES, MAX_DEPTH, MAX_VALUES)
-        if file.name == "vocab.json":
+def check_tokenizer_file(file: Path, kind: str | None = None) -> dict[str, Any]:
+    """Return what a file says that is read as one of the name `kind`, by default its own. Raises
+    CheckpointError if it has what no tokenizer has.
+    """
+    content = read_object(file, MAX_FILE_BYTES, MAX_DEPTH, MAX_VALUES)
+    match kind or file.name:
+        case "vocab.json" | "added_tokens.json":
             _check_ids(file, "its tokens", content)
-        elif file.name == "tokenizer.json":
+        case "tokenizer.json":
             check_tokenizer_json(str(file), content)
-        elif file.name == "tokenizer_config.json":
+        case "tokenizer_config.json":
             _check_decoder(file, content.get("added_tokens_decoder"))
+        case "tekken.json":
+            _check_tekken(file, content)
+    return content
 
 
 def check_tokenizer_json(file: str, content: dict[str, Any]) -> None:
@@ -56,6 +60,18 @@ def _check_added(file: str | Path, added: Any) -> None:
         id_ = token.get("id") if isinstance(token, dict) else token
         if not ID.has(id_):
             raise CheckpointError(f"{file}: an id of added_tokens is {shown(id_)}, expected {ID}")
+
+
+def _check_tekken(file: Path, content: dict[str, Any]) -> None:
+    """Mistral's: sizes in its config, and a rank of each token."""
+    numbers = content.get("config")
+    listed = [content.get("vocab"), content.get("special_tokens")]
+    ranked = [token for tokens in listed if isinstance(tokens, list) for token in tokens]
+    entries = list(numbers.items()) if isinstance(numbers, dict) else []
+    entries += [("rank", token.get("rank", 0)) for token in ranked if isinstance(token, dict)]
+    for name, value in entries:
+        if isinstance(value, int | float) and not ID.has(value):
+            raise CheckpointError(f"{file}: {shown(name)} is {shown(value)}, expected {ID}")
 
 
 def _check_decoder(file: Path, added: Any) -> None:

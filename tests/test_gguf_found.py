@@ -1,0 +1,59 @@
+"""GGUF files in folders and under names that people have."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from moe_infinity import CheckpointError, MoE
+from tests.gguf_files import build
+from tools.convert_to_gguf import convert
+
+IDS = torch.tensor([[3, 4]])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of Qwen3-MoE with its GGUF file q8_0.gguf."""
+    folder = build("qwen3_moe", tmp_path_factory.mktemp("small"))
+    convert(folder, folder / "q8_0.gguf", "q8_0")
+    return folder
+
+
+def test_a_file_beside_a_config_is_the_model_of_the_folder(folder, tmp_path):
+    """As repositories of GGUF files are, for the sake of their pages."""
+    shutil.copy(folder / "q8_0.gguf", tmp_path / "m.gguf")
+    shutil.copy(folder / "config.json", tmp_path)
+    with MoE(tmp_path) as moe:
+        assert moe.generate(IDS, max_new_tokens=1).shape == (1, 3)
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(CheckpointError, match="model.safetensors"):
+        MoE(tmp_path)
+
+
+def test_a_config_is_that_of_its_folder_whatever_lies_beside_it(folder, tmp_path):
+    for name in ("a.gguf", "b.gguf"):
+        shutil.copy(folder / "q8_0.gguf", tmp_path / name)
+    shutil.copy(folder / "config.json", tmp_path)
+    with MoE(tmp_path / "a.gguf", config_from=str(tmp_path)) as moe:
+        assert moe.generate(IDS, max_new_tokens=1).shape == (1, 3)
+    with pytest.raises(CheckpointError, match="several GGUF files"):
+        MoE(tmp_path)
+
+
+def test_a_file_is_known_by_how_it_begins(folder, tmp_path):
+    """Ollama's have a hash for a name."""
+    blob = tmp_path / f"sha256-{64 * '0'}"
+    shutil.copy(folder / "q8_0.gguf", blob)
+    with MoE(blob) as moe:
+        assert moe.generate(IDS, max_new_tokens=1).shape == (1, 3)
+
+
+def test_parts_that_were_cut_anywhere_are_to_be_joined(tmp_path):
+    part = tmp_path / "m.Q8_0.gguf.part1of2"
+    part.write_bytes(b"GGUF")
+    with pytest.raises(CheckpointError, match=r"hint: .* cat m.Q8_0.gguf.part\* > m.Q8_0.gguf"):
+        MoE(part)
