@@ -23,6 +23,8 @@ from moe_infinity.kernels import uint8_memory
 from moe_infinity.memory.mover import LOAD_TIMEOUT_S
 
 LEAST_PACKED_BYTES = 64 << 20  # of a packed table once unpacked: smaller ones are loaded
+SEEK_S = 0.02  # of a disk that turns
+SLOW_DISK = 10e6  # bytes a second
 KEPT_BYTES = 16 << 20  # of the rows that were looked up last
 
 
@@ -89,7 +91,8 @@ class RowTable:
             (self._extent(first, end), stored[at : at + end - first].flatten().numpy().data)
             for at, first, end in _runs(rows)
         ]
-        self._reader.read_in_time(pieces, LOAD_TIMEOUT_S)
+        seconds = LOAD_TIMEOUT_S + len(pieces) * SEEK_S + len(rows) * self._row_bytes / SLOW_DISK
+        self._reader.read_in_time(pieces, seconds)
         if isinstance(self._weight, PackedTensor):
             rows_NC = torch.empty(len(rows), self.num_columns, dtype=dtype, device="cpu")
             self._weight.unpack_rows({self._role: stored}, rows_NC)
