@@ -72,8 +72,9 @@ from moe_infinity.layout import WORDS
 from moe_infinity.report import PathTaken
 
 MARK = "_moe_infinity_takes_small_batches"  # set on every module of a model that we run
-LINEARS: dict[type, Any] = {kind: kind.forward for kind in (nn.Linear, PackedLinear)}
-PLAIN = {kind: forward for kind, forward in LINEARS.items() if is_stock(forward)}
+PLAIN: dict[type, Any] = {
+    kind: kind.forward for kind in (nn.Linear, PackedLinear) if is_stock(kind.forward)
+}
 AttentionFunction = Callable[..., tuple[Tensor, Tensor | None]]
 
 

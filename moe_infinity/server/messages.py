@@ -172,8 +172,9 @@ class MessageFormat:
         if len(begun) <= MOST_BEGUN:
             return prompt
         marks = self._thoughts
-        is_thought = marks is not None and begun.rfind(marks.begin) > begun.rfind(marks.end)
-        return (marks.begin if marks is not None and is_thought else "") + begun[-MOST_BEGUN:]
+        if marks is None or begun.rfind(marks.begin) <= begun.rfind(marks.end):
+            return begun[-MOST_BEGUN:]
+        return marks.begin + begun[-MOST_BEGUN:]  # within a thought
 
 
 def quick_to_scan(fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -158,11 +158,12 @@ def test_a_patched_function_is_followed(tmp_path, monkeypatch, owner, name):
         assert torch.equal(steps(few.model), before)
 
 
-def test_a_mask_that_is_changed_in_place_is_read_again(tmp_path):
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_mask_that_is_changed_in_place_is_read_again(tmp_path, mode):
     """Once a sliding window is full, masks of one shape serve every step."""
     folder = saved("Mixtral", tmp_path)
     stock = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
-    with MoE(folder, host_memory="50%") as moe, torch.no_grad():
+    with MoE(folder, host_memory="50%") as moe, mode():
         outs = []
         for model in (stock, moe.model):
             cache = DynamicCache(config=model.config)
