@@ -15,7 +15,7 @@ PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo gate test test-all test-gpu-code test-newest test-oldest test-rounding test-cluster test-clients test-transformers test-compiled check same-bits docs bench audit dist lock format clean
+.PHONY: help demo gate test test-long test-all test-gpu-code test-newest test-oldest test-rounding test-cluster test-clients test-transformers test-compiled check same-bits docs bench audit dist lock format clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -23,12 +23,16 @@ help: ## list these targets
 demo: $(INSTALLED) ## generate text with the bundled model, a quarter of its experts in memory
 	$(BIN)/moe-infinity run models/demo -p "$(PROMPT)" --max-new-tokens 64 --temperature 0.8 --top-p 0.9 --seed 0 --host-memory 25% --report
 
-gate: check test ## what has to pass before a change is taken, and what CI runs
+gate: check test test-long ## what has to pass before a change is taken, and what CI runs
 	$(MAKE) test-rounding ROUNDINGS="OTHER_ROUNDING=2"
 
 test: export HF_HUB_OFFLINE = 1
-test: $(INSTALLED) ## fast tests
-	$(BIN)/python -m pytest -n 2 -m "not gpu_code and "$(FAST)
+test: $(INSTALLED) ## fast tests that take less than half a second each, in five minutes
+	$(BIN)/python -m pytest -n 2 -m "not long and not gpu_code and "$(FAST)
+
+test-long: export HF_HUB_OFFLINE = 1
+test-long: $(INSTALLED) ## fast tests that take longer
+	$(BIN)/python -m pytest -n 2 -m "long and not gpu_code and "$(FAST)
 
 test-gpu-code: export HF_HUB_OFFLINE = 1
 test-gpu-code: $(INSTALLED) ## fast tests of what a GPU would run, without one

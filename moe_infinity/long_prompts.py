@@ -10,7 +10,7 @@ import torch
 
 from moe_infinity.architectures.attention_inputs import cache_in, can_be_cut, is_text_alone
 from moe_infinity.memory.room import LEAST_TOKENS, Room
-from moe_infinity.streaming import merged_settings
+from moe_infinity.streaming import has_own_generate, merged_settings
 
 logger = logging.getLogger(__name__)
 
@@ -29,10 +29,11 @@ def in_passes(
     wants_all = settings.output_hidden_states or settings.output_attentions  # not of the last pass
     is_plain = isinstance(ids, torch.Tensor) and ids.ndim == 2 and settings.use_cache is not False
     is_plain &= not (settings.return_dict_in_generate and wants_all)
-    is_plain &= is_text_alone(named)  # nothing else can be cut
+    is_plain &= not has_own_generate(model) and is_text_alone(named)  # nothing else can be cut
     if is_set or not is_plain or cache_in(named) is not None or not can_be_cut(model.config):
         return {}
-    num_sequences, length = ids.shape
+    length = ids.shape[1]
+    num_sequences = len(ids) * max(settings.num_beams or 1, settings.num_return_sequences or 1)
     num_new = num_sequences * length
     is_one = num_sequences == 1
     fitting = room.tokens_at_once(num_new, length, num_new, is_one_sequence=is_one)

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
+from transformers import GenerationConfig, GenerationMixin, StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
 from moe_infinity.detokenizer import Detokenizer
@@ -116,12 +116,20 @@ def unstreamed(config: Any) -> list[str]:
     return [name for name, asked in is_asked.items() if asked]
 
 
+def has_own_generate(model: Any) -> bool:
+    """Return True if a model, or the code of its checkpoint, does not generate by transformers'
+    common method.
+    """
+    return type(model).generate is not GenerationMixin.generate or "generate" in vars(model)
+
+
 def merged_settings(model: Any, arguments: Mapping[str, Any]) -> Any:
     """The settings of a generate() with these arguments: they, its generation_config, or the
     model's say them.
     """
     given = arguments.get("generation_config")
     config = copy(model.generation_config)
+    vars(config).update(vars(GenerationConfig()) | vars(config))  # a class of its own has not all
     asked = vars(given) if isinstance(given, GenerationConfig) else {}
     for name, value in {**asked, **arguments}.items():
         if value is not None and hasattr(config, name):

@@ -67,6 +67,7 @@ collect_ignore = ["server"] if ABSENT else []
 TESTS = Path(__file__).parent
 VOCAB_SIZE = 128
 SPECIAL_TOKENS = ("<unk>", "<eos>", "<pad>")
+LONG_TESTS = set((TESTS / "long_tests.txt").read_text().split())  # see scripts/long_tests.py
 
 
 def pytest_report_header() -> list[str]:
@@ -85,11 +86,13 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
-@pytest.hookimpl(tryfirst=True)  # before slow tests are left out
+@pytest.hookimpl(tryfirst=True)  # before tests are left out by marker
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.relative_to(TESTS).parts[0] == "gpu":
             item.add_marker("gpu_code")
+        if item.nodeid.split("[")[0] in LONG_TESTS:
+            item.add_marker("long")
     leave_diagonals_fast(marked("grid", items))
     leave_samples_fast(marked("sample", items))
 

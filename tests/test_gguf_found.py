@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from moe_infinity import CheckpointError, MoE
+from moe_infinity.checkpoint.file_names import find_gguf, gguf_models
 from tests.gguf_files import build
 from tools.convert_to_gguf import convert
 
@@ -57,3 +58,11 @@ def test_parts_that_were_cut_anywhere_are_to_be_joined(tmp_path):
     part.write_bytes(b"GGUF")
     with pytest.raises(CheckpointError, match=r"hint: .* cat m.Q8_0.gguf.part\* > m.Q8_0.gguf"):
         MoE(part)
+
+
+@pytest.mark.parametrize("name", ["mtp-m.gguf", "MTP-m-BF16.gguf"])
+def test_a_draft_is_no_second_model(folder, tmp_path, name):
+    for each in (name, "M-MTP-Q8_0.gguf"):
+        shutil.copy(folder / "q8_0.gguf", tmp_path / each)
+    assert find_gguf(str(tmp_path)) == tmp_path / "M-MTP-Q8_0.gguf"
+    assert gguf_models(["MTP/m.gguf", "m-mtp/m.gguf", "m.gguf"]) == ["m-mtp/m.gguf", "m.gguf"]

@@ -269,15 +269,15 @@ class KnownRouting:
         self._attended = attended
         self._version = TensorVersion.of(attended.normed)
 
-    def _forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
         attended = self._attended
         self._attended = None
-        if attended is None or x.data_ptr() != attended.normed.data_ptr() or args or kwargs:
-            return self._stock(x, *args, **kwargs)
-        if self._state.change() is not None:
-            return self._stock(x, *args, **kwargs)
-        if self._version is None or not self._version.is_of(attended.normed):
-            return self._stock(x, *args, **kwargs)  # the block may have changed it in place
+        if attended is None or kwargs or len(args) != 1:
+            return self._stock(*args, **kwargs)
+        x: Tensor = args[0]
+        is_unchanged = self._version is not None and self._version.is_of(attended.normed)
+        if not is_unchanged or x.data_ptr() != attended.normed.data_ptr() or self.change():
+            return self._stock(x)
         return attended.logits.to(x.dtype), attended.top_k_weights_BK, attended.top_k_index_BK
 
 

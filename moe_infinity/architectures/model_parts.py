@@ -43,8 +43,8 @@ class PackedLinear(nn.Linear):
         shape = self.out_features, self.in_features
         return StoredWeight.of(shape, self.dtype, self.packed.unpacked)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.linear(x, self.packed.unpacked(self.dtype), self.bias)
+    def forward(self, input: Tensor) -> Tensor:
+        return nn.functional.linear(input, self.packed.unpacked(self.dtype), self.bias)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """Cast the module, as `float()` does: the weight stays as it is stored."""
@@ -76,8 +76,8 @@ class ReorderedLinear(nn.Module):
     def bias(self) -> Tensor | None:
         return self.linear.bias
 
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.linear(x[..., self.inputs])
+    def forward(self, input: Tensor) -> Tensor:
+        out: Tensor = self.linear(input[..., self.inputs])
         return out
 
 

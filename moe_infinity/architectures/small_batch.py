@@ -229,24 +229,24 @@ class Siblings:
         self._groups: dict[Linear, LinearGroup] = {}  # by their first
         self._products: AnsweredAhead[Linear, tuple[WeightPlace, Tensor]] = AnsweredAhead()
 
-    def forward(self, linear: Linear, x: Tensor) -> Tensor:
+    def forward(self, linear: Linear, input: Tensor) -> Tensor:
         """Compute a linear layer: few tokens without gradients by a kernel, all others by the code
         of its class, which a user may have changed.
         """
-        rows = x.shape[:-1]
+        rows = input.shape[:-1]
         own: Callable[..., Tensor] = type(linear).forward
         is_plain = own is PLAIN.get(type(linear)) and is_linear(linear)
-        fits = x.shape[-1:] == (linear.in_features,)
+        fits = input.shape[-1:] == (linear.in_features,)
         is_for_kernel = is_plain and fits and not torch.is_grad_enabled() and not is_watched()
-        if not is_for_kernel or _is_torchs(linear, rows.numel(), x.dtype):
-            return own(linear, x)
-        place, out = self._products.take(linear, x) or (None, None)
+        if not is_for_kernel or _is_torchs(linear, rows.numel(), input.dtype):
+            return own(linear, input)
+        place, out = self._products.take(linear, input) or (None, None)
         if place != place_of(linear):
-            out = self._multiply(linear, x)
+            out = self._multiply(linear, input)
         if out is None:
-            return own(linear, x)
+            return own(linear, input)
         # Without gaps, whether computed alone or together: torch's activations round by that.
-        return out.to(x.dtype).contiguous().view(*rows, -1)
+        return out.to(input.dtype).contiguous().view(*rows, -1)
 
     def _multiply(self, linear: Linear, x: Tensor) -> Tensor | None:
         """Return the product of x with a layer, plus its bias. Those of other layers of its group

@@ -24,7 +24,7 @@ FACTS = {
     Tensor.is_floating_point, Tensor.is_complex, Tensor.__len__,
 }  # fmt: skip
 THE_SAME = {_TENSOR.data.__get__, Tensor.detach}
-WRITES = {Tensor.__setitem__, Tensor.set_, Tensor.resize_}
+WRITES = {Tensor.__setitem__, Tensor.set_, Tensor.resize_, _TENSOR.data.__set__}
 
 
 CANNOT_CHANGE = (

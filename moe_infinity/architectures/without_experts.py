@@ -125,7 +125,18 @@ def refuse_what_needs_experts(
             }
             methods["set_experts_implementation"] = partial(_keep_implementation, backend)
             methods["forward"] = _checked(part, left_out)
+            methods["_apply"] = partial(_apply_in_place, part)
             vars(part).update(methods)
+
+
+def _apply_in_place(
+    part: PreTrainedModel, fn: Callable[[Tensor], Tensor], recurse: bool = True
+) -> Any:
+    """Cast a model, as `float()` does, and refuse to move it: its experts stay where they are."""
+    device = next((param.device for param in part.parameters()), None)
+    if device not in (None, fn(torch.empty(1, dtype=torch.float32, device=device)).device):
+        refuse("cannot be moved; choose the device when you load it, as MoE(..., device='cuda')")
+    return type(part)._apply(part, fn, recurse)
 
 
 def _keep_implementation(backend: str, experts_implementation: str | dict[str, str]) -> None:
@@ -146,16 +157,10 @@ def _checked(part: PreTrainedModel, left_out: Iterable[str]) -> Callable[..., An
     def forward(*args: Any, **kwargs: Any) -> Any:
         refuse_graphs()
         for adapter in vars(part).get("peft_config", {}).values():
-            _refuse_adapter(getattr(adapter, "target_parameters", None) or (), left_out)
+            # PEFT does not find these, and leaves them out with a warning.
+            for target in getattr(adapter, "target_parameters", None) or ():
+                if any(f".{name}".endswith(f".{target}") for name in left_out):
+                    refuse(f"cannot have adapters on its experts (target_parameters {target!r})")
         return stock(*args, **kwargs)
 
     return uncompiled(forward)
-
-
-def _refuse_adapter(targets: Iterable[str], left_out: Iterable[str]) -> None:
-    """Raise UnsupportedModelError for PEFT's `target_parameters` that name weights of experts: PEFT
-    does not find them, and leaves them out with a warning.
-    """
-    for target in targets:
-        if any(f".{name}".endswith(f".{target}") for name in left_out):
-            refuse(f"cannot have adapters on its experts (target_parameters {target!r})")

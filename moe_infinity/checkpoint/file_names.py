@@ -15,17 +15,21 @@ from moe_infinity.errors import CheckpointError
 from moe_infinity.system.files import expanded
 
 WHOLE = ("model.safetensors", "pytorch_model.bin")  # the order in which transformers looks
+MAX_INDEX_BYTES = 64 << 20  # three times that of Kimi K2
 INDEX = "{}.index.json"
 PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 # Words in the names of GGUF files that are no models of text. Models that were quantized with an
 # importance matrix say so, too, beside their type.
 MMPROJ = re.compile(r"(^|[._-])mmproj[._-]", re.IGNORECASE)
+AHEAD = re.compile(r"(^|/)mtp[-/]", re.IGNORECASE)  # layers that predict tokens ahead, alone
 IMATRIX = re.compile(r"^imatrix[._-]|^(?!.*[._-]I?Q\d).*[._-]imatrix\.gguf$", re.IGNORECASE)
 
 
 def shards_of(index: Path) -> list[str]:
     """The names of the files that an index lists. Raises CheckpointError."""
     try:
+        if index.stat().st_size > MAX_INDEX_BYTES:
+            raise ValueError(f"it has more than {MAX_INDEX_BYTES} bytes")
         content = json.loads(index.read_text("utf-8"))
         names = sorted(set(content["weight_map"].values()))
         paths = list(map(Path, names))
@@ -79,7 +83,8 @@ def _is_model(name: str) -> bool:
     match = PART.fullmatch(name)
     is_later_part = match is not None and int(match[2]) != 1
     own = Path(name).name
-    return not (is_later_part or MMPROJ.search(own) or IMATRIX.search(own))
+    is_other = MMPROJ.search(own) or IMATRIX.search(own) or AHEAD.search(name)
+    return not (is_later_part or is_other)
 
 
 def gguf_parts(name: str) -> list[str]:

@@ -48,6 +48,7 @@ STORED_DTYPES = {
 STORED_NAMES = {name: stored for stored, (name, _) in STORED_DTYPES.items()}
 META_READS_NOTHING = Version(torch.__version__) >= Version("2.13")
 MAX_PICKLE_BYTES = 100_000_000  # as for a safetensors header
+MAX_NAME_LETTERS = 512  # of a tensor: patterns that are searched in it take their square
 LOCAL_HEADER = struct.Struct("<26xHH")  # of a zip entry: the lengths of its name and extra field
 
 
@@ -124,6 +125,8 @@ def read_headers(files: Iterable[Path]) -> Headers:
         found, header_bytes = read(file)
         num_bytes += header_bytes
         for tensor in found:
+            if len(tensor.name) > MAX_NAME_LETTERS:
+                raise CheckpointError(f"{file}: the name {tensor.name[:40]}... is too long")
             if tensor.name in tensors:
                 other = tensors[tensor.name].extent.file.name
                 raise CheckpointError(

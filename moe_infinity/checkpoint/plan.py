@@ -39,7 +39,7 @@ from moe_infinity.checkpoint.packed_recipes import Order, RowsRecipe, order_of, 
 from moe_infinity.checkpoint.packing import Format, PackedTensor, refuse_unsaid_scales
 from moe_infinity.checkpoint.recipe import Recipe, Source
 from moe_infinity.errors import CheckpointError, UnsupportedModelError
-from moe_infinity.memory.needs import StepBytes
+from moe_infinity.memory.needs import StepBytes, number_of
 from moe_infinity.memory.part_bytes import PartBytes, part_bytes_of
 
 SHARED_EXPERT = re.compile(r"\.shared?_(experts?|mlp)\b")
@@ -107,9 +107,10 @@ def stored_bytes(weights: Iterable[StoredTensor | PackedTensor]) -> int:
 
 
 def top_k_of(config: Any) -> int | None:
+    """Experts per token, the most if layers have their own."""
     for part in (config.get_text_config(), getattr(config, "ffn_config", None)):
         for name in TOP_K_NAMES:
-            if isinstance(found := getattr(part, name, None), int):
+            if found := number_of(part, name):
                 return found
     return None
 
@@ -174,7 +175,7 @@ def plan_experts(model: Any, contents: Contents) -> Plan:
         for key, location in layer.locations.items()
         for expert_idx, path in enumerate(location.paths)
     }
-    groups, owned = _group_sources(model, weights, contents.rules, members)
+    groups, not_dense = _group_sources(model, weights, contents.rules, members)
     tied = _find_tied(model, groups, members)
     trials: dict[Any, bool] = {}
     orders: dict[Any, Order | None] = {}
@@ -195,7 +196,7 @@ def plan_experts(model: Any, contents: Contents) -> Plan:
         for name, layer in ((layer.name, layer) for layer in layers)
         if name not in tied
     }
-    dense = {name: weight for name, weight in weights.items() if name not in owned}
+    dense = {name: weight for name, weight in weights.items() if name not in not_dense}
     return Plan(
         architecture=type(model).__name__,
         config=model.config,
@@ -270,7 +271,8 @@ def _group_sources(
     model: Any, weights: Weights, weight_mapping: list[Any], members: dict[str, Member]
 ) -> tuple[list[SourceGroup], set[str]]:
     """Group the checkpoint's tensors by the expert parameters that they become, by transformers'
-    own renaming and conversion rules.
+    own renaming and conversion rules. Beside the groups return the names of what is not dense:
+    these tensors, and those that the model's class leaves out.
     """
     renamings = [entry for entry in weight_mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in weight_mapping if isinstance(entry, WeightConverter)]
@@ -280,7 +282,8 @@ def _group_sources(
     meta = model.state_dict()
     prefix = model.base_model_prefix
     groups: dict[tuple[str, str], SourceGroup] = {}  # by MoE layer and name
-    owned: set[str] = set()
+    not_dense: set[str] = set()
+    left_out = list(model._keys_to_ignore_on_load_unexpected or ())
     for key in sorted(weights, key=dot_natural_key):
         name, pattern = rename_source_key(key, renamings, converters, prefix, meta)
         if name not in meta and key in meta:  # it has its final name already
@@ -290,6 +293,8 @@ def _group_sources(
         if converter is not None:
             first = converter.target_patterns[0]
             targets = [name.replace(first, target, 1) for target in converter.target_patterns]
+        if name not in meta and any(re.search(pattern, name) for pattern in left_out):
+            not_dense.add(key)
         wanted = [members[target] for target in targets if target in members]
         for member in {member.layer.name: member for member in wanted}.values():
             if not member.location.is_stacked:
@@ -302,10 +307,10 @@ def _group_sources(
                 if of is not None and of.layer is member.layer and target not in group.targets:
                     group.targets.append(target)
             group.keys.setdefault(pattern or name, []).append((member.expert_idx, key))
-            owned.add(key)
+            not_dense.add(key)
     for group in groups.values():
         group.keys = _in_order(group)
-    return list(groups.values()), owned
+    return list(groups.values()), not_dense
 
 
 def _in_order(group: SourceGroup) -> dict[str, list[tuple[int, str]]]:

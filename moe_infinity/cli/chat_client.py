@@ -50,10 +50,10 @@ def stream_chat(
             if response.status_code != 200:
                 raise MoEInfinityError(_refusal_of(response))
             yield from _pieces(response)
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise MoEInfinityError(f"{base}: no answer: {error}") from error
     except MoEInfinityError as error:
         raise MoEInfinityError(f"{base}: {error}") from error
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError, ImportError) as error:  # of a proxy
+        raise MoEInfinityError(f"{base}: no answer: {error}") from error
 
 
 def _pieces(response: httpx.Response) -> Iterator[str]:

@@ -75,9 +75,20 @@ class ComputeDevice:
         plan = in_slots(plan, self._config)
         if self._cuda_device is not None:
             self.slots = self._make_slots(self._cuda_device, plan, dense_bytes)
+        if self.is_cpu and self._config.host_memory is None:
+            self._require_room(dense_bytes)
         if mappable_bytes and self.is_cpu and self._has_room_for_all(plan, dense_bytes):
             plan.dense_in_page_cache = mappable_bytes
         return plan
+
+    def _require_room(self, dense_bytes: int) -> None:
+        left = ProcessMemory(self._config.memory_bytes).left()
+        if dense_bytes > left:
+            raise ConfigError(
+                f"all weights but experts take {format_bytes(dense_bytes)}, and memory has "
+                f"{format_bytes(max(left, 0))} left\n"
+                "hint: raise memory if it is set, or take a checkpoint packed in fewer bits"
+            )
 
     def _has_room_for_all(self, plan: Plan, dense_bytes: int) -> bool:
         """Return True if memory has room for all weights of a large model, and may have them."""

@@ -102,8 +102,10 @@ class GgufModel:
         if self.architecture == "deepseek4" and num_blocks == self.num_blocks and not has_them:
             return self.num_blocks
         if not 0 < num_layers <= self.num_blocks:
+            is_draft = not self.num_blocks and any(".nextn." in name for name in self.tensors)
+            hint = "\nhint: this is the draft of another file: open that one" if is_draft else ""
             raise CheckpointError(
-                f"{self.files[0]}: {self.num_blocks} of {num_layers} layers have tensors"
+                f"{self.files[0]}: {self.num_blocks} of {num_layers} layers have tensors{hint}"
             )
         return num_layers
 

@@ -87,7 +87,8 @@ _BY_NAMES = {
     "starcoder refact smollm codeshell exaone minerva-7b mellum2": _SINGLE_DIGITS,
     "command-r": replace(_SINGLE_DIGITS, is_nfc=True),
     "qwen2 f2llmv2": replace(_QWEN2, is_nfc=True),
-    "deepseek-r1-qwen kormo megrez stablelm2 hunyuan solar-open grok-2": _QWEN2,
+    "deepseek-r1-qwen kormo megrez stablelm2 solar-open grok-2": _QWEN2,
+    "hunyuan": replace(_QWEN2, is_nfc=True, ignores_merges=True),  # as tiktoken does
     "qwen35": Splitting((_words(DIGIT, letter=r"[\p{L}\p{M}]"),), is_nfc=True),
     "ufakzeka": Splitting((_words(DIGIT, start=""),)),
     "laguna": Splitting((LINE_OR_ENDS, _words(DIGIT))),
@@ -116,9 +117,10 @@ _BY_NAMES = {
     "granite-embed-multi-97m": replace(_GPT4O, ignores_merges=True),
     "tiny_aya cohere2moe": Splitting((*THOUSANDS_OF_WORDS, *_GPT4O.patterns)),
     "tekken": Splitting((_cased(DIGIT, end=""),), ignores_merges=True, adds_bos=True),
-    "kimi-k2": Splitting((
-        r"[\p{Han}]+|" + _cased(UP_TO_3_DIGITS, but=r"&&[^\p{Han}]", ends=r"\r\n"),
-    )),
+    "kimi-k2": Splitting(
+        (r"[\p{Han}]+|" + _cased(UP_TO_3_DIGITS, but=r"&&[^\p{Han}]", ends=r"\r\n"),),
+        ignores_merges=True,
+    ),
     "youtu": Splitting(
         (
             "[가-힣ㄱ-ㆎ]+|[！…“”‘’—：；，、-〿︰-﹏]+|[ㄅ-ㄯ]+|[一-龥぀-ゟ゠-ヿ]+",

@@ -81,13 +81,23 @@ class Vocabulary:
         text = self.tokens[token_id]
         return text not in NAMES_OF_ENDS and MARK.fullmatch(text) is None
 
+    def _has_tag(self, token_id: int | None) -> bool:
+        """Return True if "</s>" is a tag of HTML: beside others, as in Gemma, or as a word of a
+        byte-level vocabulary, as in Qwen, whose rules never make one of that text.
+        """
+        if token_id is None or self.kinds[token_id] == TokenKind.CONTROL:
+            return False
+        is_unnamed = token_id not in self.ids.values() and self._has_kinds
+        is_unnamed &= self.kinds[token_id] == TokenKind.NORMAL
+        return TAG in self.tokens or (self.model == "gpt2" and is_unnamed)
+
     def ends(self) -> list[int]:
         """The ids of tokens after which an answer is over, eos first."""
         named = {
             text: token_id for token_id, text in enumerate(self.tokens) if text in NAMES_OF_ENDS
         }
-        if TAG in self.tokens and self.kinds[named.get("</s>", 0)] != TokenKind.CONTROL:
-            named.pop("</s>", None)
+        if self._has_tag(named.get("</s>")):
+            del named["</s>"]
         no_end = None  # whatever a key says
         if any(named.keys() >= {*names} for names in NO_END_BESIDE):
             no_end = named.pop("<|end|>", None)

@@ -26,7 +26,6 @@ from safetensors import SafetensorError
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.utils import logging
 
-from moe_infinity.architectures.adapters import ExpertsModule
 from moe_infinity.checkpoint.file_names import checkpoint_files
 from moe_infinity.checkpoint.headers import read_headers
 from moe_infinity.checkpoint.linear_experts import rules_of_linear_experts
@@ -240,7 +239,8 @@ class _LoadHook:
             lookups = find_lookups(model, plan, contents.rules, least_bytes=least)
         self.packed, self.lookups = drop_half_tied(model, packed, lookups)
         for layer in plan.layers:
-            _take_out_experts(model, layer)
+            for path in layer.paths:
+                _take_out(model, f"{layer.name}.{path}")
         read_by_layers = {source_of(f"{dense.name}.weight", model) for dense in self.packed}
         looked_up = {source_of(f"{lookup.name}.weight", model) for lookup in self.lookups}
         taken = [d.name for d in self.packed] + [table.name for table in self.lookups]
@@ -337,11 +337,6 @@ def plan_from_headers(
     _, lookups = drop_half_tied(model, [], found)
     plan.row_bytes = stored_bytes(lookup.weight for lookup in lookups)
     return plan
-
-
-def _take_out_experts(model: Any, layer: ExpertsModule) -> None:
-    for path in layer.paths:
-        _take_out(model, f"{layer.name}.{path}")
 
 
 def _take_out(model: Any, param_name: str) -> None:

@@ -63,10 +63,10 @@ class KvBytes:
 def kv_bytes_of(config: Any, item_bytes: int = ITEM_BYTES, kv_dtype: str = "auto") -> KvBytes:
     """Return the bytes of the KV cache of numbers of so many bytes, or packed by `kv_dtype`."""
     config = config.get_text_config(decoder=True)
-    window = _number(config, "sliding_window") or _number(config, "attention_chunk_size")
+    window = number_of(config, "sliding_window") or number_of(config, "attention_chunk_size")
     usual = "sliding_attention" if window else "full_attention"  # as transformers' caches do
     types = getattr(config, "layer_types", None)
-    types = types or [usual] * _number(config, "num_hidden_layers")
+    types = types or [usual] * number_of(config, "num_hidden_layers")
     layers = [config] * len(types)
     if hasattr(config, "num_hidden_layers"):  # not of every class: transformers counts by it
         layers = getattr(config, "per_layer_config", None) or layers
@@ -81,19 +81,19 @@ def kv_bytes_of(config: Any, item_bytes: int = ITEM_BYTES, kv_dtype: str = "auto
 
 
 def _widths(config: Any) -> Widths:
-    model = _number(config, "hidden_size")
-    heads = _number(config, "num_attention_heads") or 1
-    head_dim = _number(config, "head_dim") or model // heads
-    kv_heads = _number(config, "num_key_value_heads") or heads
-    latent = _number(config, "kv_lora_rank")
+    model = number_of(config, "hidden_size")
+    heads = number_of(config, "num_attention_heads") or 1
+    head_dim = number_of(config, "head_dim") or model // heads
+    kv_heads = number_of(config, "num_key_value_heads") or heads
+    latent = number_of(config, "kv_lora_rank")
     if latent:  # the cache has latents, which all heads share
-        rotated = _number(config, "qk_rope_head_dim")
-        head_dim = rotated + _number(config, "qk_nope_head_dim") + _number(config, "v_head_dim")
+        rotated = number_of(config, "qk_rope_head_dim")
+        head_dim = rotated + number_of(config, "qk_nope_head_dim") + number_of(config, "v_head_dim")
         return Widths(model, heads * head_dim, heads, latent + rotated, 2)
     return Widths(model, heads * head_dim, heads, 2 * kv_heads * head_dim, 2 * kv_heads)
 
 
-def _number(config: Any, name: str) -> int:
+def number_of(config: Any, name: str) -> int:
     """Return a number of the config, the largest if layers have their own; 0 if it has none."""
     try:
         value = getattr(config, name, None)
@@ -135,7 +135,7 @@ class StepBytes:
         experts = 2 * item_bytes * top_k * (widths.model + 2 * width)
         rest = both * (3 * widths.model + 2 * widths.queries + widths.keys)
         hungriest = max(experts, part.per_token)
-        latent = _number(text, "kv_lora_rank")
+        latent = number_of(text, "kv_lora_rank")
         repeated = widths.queries if is_exact or latent else 0
         is_fused = config._attn_implementation not in (None, "eager") and not (latent and is_exact)
         return cls(
@@ -146,8 +146,8 @@ class StepBytes:
             per_context=0 if kv_dtype == "auto" else both * widths.keys,
             per_earlier=int(SAFETY * item_bytes * (widths.keys + 2 * repeated)),
             per_pair=(both if is_exact else MASK_BYTES) if is_fused else 2 * both * widths.heads,
-            is_causal=is_fused and not _number(text, "sliding_window"),
-            logits=FLOAT32_BYTES * _number(text, "vocab_size"),
+            is_causal=is_fused and not number_of(text, "sliding_window"),
+            logits=FLOAT32_BYTES * number_of(text, "vocab_size"),
             least=int(SAFETY * part.least),
         )
 

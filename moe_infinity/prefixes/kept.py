@@ -11,11 +11,13 @@ import numpy as np
 
 from moe_infinity.errors import CheckpointError
 from moe_infinity.prefixes.loaded import Loaded
-from moe_infinity.prefixes.prefix_cache import LEAST_TOKENS, PREFIX_SHARE, PrefixCache
+from moe_infinity.prefixes.prefix_cache import LEAST_TOKENS, PrefixCache
+from moe_infinity.prefixes.prefix_tree import BLOCK
 from moe_infinity.prefixes.prompt_passes import PromptPasses, one_prompt
 from moe_infinity.prefixes.store_key import open_store
 
 logger = logging.getLogger(__name__)
+SHARE = 0.25  # of the memory that is not taken by the model's dense weights: for one prompt
 OWNER = ""  # as of a request to the server without an API key
 
 
@@ -35,7 +37,8 @@ class KeptPrompt:
         ids = prompt_ids[:-1]  # there is no first token without the logits of the last
         if len(ids) < LEAST_TOKENS or not self._passes.is_usual(len(prompt_ids)):
             return {}
-        branch = self._prefixes.branch((OWNER, self._passes.regime(len(prompt_ids))))
+        owner = OWNER, self._passes.regime(len(prompt_ids))
+        branch = self._prefixes.branch(owner)
         nodes = self._prefixes.find(branch, ids)
         cache = self._passes.empty_cache()
         start = sum(len(node.tokens) for node in nodes)
@@ -52,6 +55,14 @@ class KeptPrompt:
                 branch.note(self._passes.compute(cache, ids, start, end))
                 self._prefixes.extend(branch, ids, cache, 0, end, is_end=is_end)
             start = end
+        num_kept = self._prefixes.num_known(owner, ids)
+        if num_kept < len(ids) - BLOCK:
+            logger.warning(
+                "memory has room to keep %d of the prompt's %d tokens: the others are computed "
+                "again next time\nhint: raise --memory",
+                num_kept,
+                len(prompt_ids),
+            )
         return self._passes.arguments(cache)
 
 
@@ -75,7 +86,7 @@ def kept_prompt(moe: Loaded, folder: str, size: str) -> Iterator[KeptPrompt | No
     room = moe.engine.room
     ends = moe.model.generation_config.eos_token_id
     prefixes = PrefixCache(
-        int(max(room.left() + room.movable(), 0) * PREFIX_SHARE),
+        int(max(room.left() + room.movable(), 0) * SHARE),
         has_states=passes.has_states,
         end_ids=np.ravel([] if ends is None else ends).tolist(),
         store=store,

@@ -11,7 +11,7 @@ from transformers.generation import GenerationMode
 from moe_infinity.architectures.attention_inputs import cache_in, cache_parameter
 from moe_infinity.errors import ConfigError
 from moe_infinity.kernels.kv_layers import WINDOWS, new_cache
-from moe_infinity.streaming import merged_settings
+from moe_infinity.streaming import has_own_generate, merged_settings
 
 
 def own_cache(model: Any, kv_dtype: str, named: Mapping[str, Any]) -> dict[str, Any]:
@@ -19,7 +19,7 @@ def own_cache(model: Any, kv_dtype: str, named: Mapping[str, Any]) -> dict[str, 
     more than they say; none if stock caches do, or the caller brings one. `named` are the other
     arguments. Raises ConfigError for those that make another cache than can be packed.
     """
-    has_own = type(model).generate is not GenerationMixin.generate or "generate" in vars(model)
+    has_own = has_own_generate(model)
     if has_own and kv_dtype == "auto":
         return {}
     if model.config.is_encoder_decoder or not model._supports_default_dynamic_cache():
@@ -32,7 +32,7 @@ def own_cache(model: Any, kv_dtype: str, named: Mapping[str, Any]) -> dict[str, 
         # transformers 5.24: with an assistant and a cache the tokens are wrong
         "an assistant or prompt lookup": settings.get_generation_mode(named.get("assistant_model"))
         is GenerationMode.ASSISTED_GENERATION,
-        f"cache_implementation={implementation!r}": implementation is not None,
+        f"cache_implementation={implementation!r}": implementation not in (None, "hybrid"),
         "a generate() of the model's own": has_own,
     }
     reason = next((other for other, is_so in others.items() if is_so), None)

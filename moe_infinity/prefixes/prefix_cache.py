@@ -36,6 +36,7 @@ from moe_infinity.experts import Ints
 from moe_infinity.prefixes.cache_bytes import MOST_AT_ONCE, Block, CacheBytes
 from moe_infinity.prefixes.prefix_tree import (
     BLOCK,
+    LEAST_BLOCK_BYTES,
     Branch,
     Node,
     State,
@@ -126,6 +127,16 @@ class PrefixCache:
             self._use(found[-1])
         return found
 
+    def num_known(self, owner: Hashable, token_ids: Sequence[int]) -> int:
+        """How many of the first tokens need no computing, by what is in memory. Nothing counts as
+        used.
+        """
+        path = known_path(self._roots.get(owner) or Node(None, (), ""), token_ids)
+        short = None
+        if self.has_states:
+            path, short = up_to_state(path, token_ids)
+        return sum(len(node.tokens) for node in (*path, *([] if short is None else [short])))
+
     def fill(self, cache: DynamicCache, nodes: Sequence[Node], device: torch.device) -> None:
         """Put the keys and values of these blocks, and the state behind them, into an empty cache
         of one sequence.
@@ -210,15 +221,19 @@ class PrefixCache:
             return
         num_blocks = behind // BLOCK
         num_bytes = num_blocks * BLOCK * self._bytes.token_bytes
+        block_bytes = max(BLOCK * self._bytes.token_bytes, LEAST_BLOCK_BYTES)
+        if not self._has_room(block_bytes, branch.node):
+            return
         copied = min(num_bytes, MOST_AT_ONCE)  # beside the blocks that stay
         self._make_room(min(num_bytes, self.num_bytes - self.used_bytes) + copied)
         blocks = self._bytes.blocks(cache, row, behind=behind, size=BLOCK, num_blocks=num_blocks)
         for block in blocks:
+            if not self._has_room(block_bytes, branch.node):
+                return  # the experts stay with the branch's next tokens
             start = branch.num_tokens
             experts = branch.take_experts(BLOCK)
             node = self._added(branch.node, token_ids[start : start + BLOCK], block.data, experts)
-            if node is None:
-                return
+            assert node is not None
             branch.move_to(node)
 
     def _added(
@@ -301,6 +316,7 @@ class PrefixCache:
                 break
             node = below
             end += len(absent.tokens)
+        self._use(node)
         if state is not None and end == wanted.end:
             self._set_state(node, state.data)
         if end > wanted.known and (state is None or node.state is not None):
@@ -322,6 +338,17 @@ class PrefixCache:
             if not self._drop_oldest(needed):
                 return False
         return True
+
+    def give_way(self) -> bool:
+        """Drop all that is kept. False if there is nothing."""
+        is_any = len(self._kept) > 0
+        for item in self._kept:
+            item.data = None
+        for root in self._roots.values():
+            root.below.clear()
+        self._kept.clear()
+        self.used_bytes = 0
+        return is_any
 
     def _drop_oldest(self, needed: Node) -> bool:
         """False if all that is kept leads to `needed`."""

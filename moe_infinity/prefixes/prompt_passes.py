@@ -6,6 +6,7 @@ Legend: T tokens, L MoE layers, K experts of a token.
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -22,10 +23,10 @@ from moe_infinity.architectures.attention_inputs import (
     cache_parameter,
     is_text_alone,
 )
-from moe_infinity.errors import ConfigError, UnsupportedModelError
+from moe_infinity.errors import CheckpointError, ConfigError, UnsupportedModelError
 from moe_infinity.experts import Ints, Phase, Step
 from moe_infinity.kernels.kv_layers import new_cache
-from moe_infinity.memory.room import LEAST_TOKENS
+from moe_infinity.memory.room import LEAST_TOKENS, Room
 from moe_infinity.prefixes.cache_layers import (
     cut_windows,
     has_recurrent_layers,
@@ -74,6 +75,9 @@ class PromptPasses:
         """Those by which `generate()` goes on from a cache, whatever kind of cache the model's
         settings name.
         """
+        for part in self._moe.model.modules():
+            if "rope_deltas" in vars(part):  # of an earlier prompt that had images
+                part.rope_deltas = None
         name = cache_parameter(GenerationMixin.prepare_inputs_for_generation)
         return {name: cache, "cache_implementation": None}
 
@@ -92,7 +96,8 @@ class PromptPasses:
         the prompt of this length does.
         """
         num_left = length - start
-        fitting = self._moe.engine.room.tokens_at_once(num_left, length, num_left)
+        with self._room_for_windows() as room:
+            fitting = room.tokens_at_once(num_left, length, num_left)
         return min(start + max(fitting // BLOCK * BLOCK, LEAST_TOKENS), length)
 
     def leave_one_pass(self, cache: DynamicCache, ids: Sequence[int], start: int) -> None:
@@ -120,15 +125,27 @@ class PromptPasses:
             yield
             return
         keep_windows(cache)
-        yield
+        with self._room_for_windows():
+            yield
         cut_windows(cache, is_last=is_last)
+
+    @contextmanager
+    def _room_for_windows(self) -> Iterator[Room]:
+        """Inside, passes are planned with what is kept of windows."""
+        room = self._moe.engine.room
+        before = room.keeps_windows
+        room.keeps_windows = not self.has_states
+        try:
+            yield room
+        finally:
+            room.keeps_windows = before
 
     def compute(
         self, cache: DynamicCache, token_ids: Sequence[int], start: int, end: int
     ) -> Ints | None:
         """Compute the tokens from `start` to `end` behind those that the cache has. Returns the
         experts [T, L, K] that they activated, None if layers choose different numbers. Raises
-        UnsupportedModelError if the model leaves the cache as it was.
+        UnsupportedModelError if the model leaves the cache as it was, and CheckpointError.
         """
         chunk = token_ids[start:end]
         inputs = {
@@ -140,12 +157,24 @@ class PromptPasses:
         }
         accepted = {name: value for name, value in inputs.items() if name in self._accepts}
         self._lengths.forget()
-        self._moe.forward(_step(chunk, begins=False, context=end), cache=cache, **accepted)
+        step = _step(chunk, begins=False, context=end)
+        logits = self._moe.forward(step, cache=cache, **accepted).logits
+        require_number(self._moe, logits.amax().item())
         if not has_tokens(cache, end):
             raise UnsupportedModelError(
                 f"a forward pass left the KV cache without its tokens; expected {end}"
             )
         return self._moe.last_routing()
+
+
+def require_number(moe: Loaded, largest: float) -> None:
+    """Raise CheckpointError unless the largest of some logits is finite, and forget the experts."""
+    if not math.isfinite(largest):  # NaN is larger than any
+        moe.engine.drop_experts()
+        raise CheckpointError(
+            f"{moe.checkpoint}: the model computed what is no number: its experts are read anew\n"
+            "hint: if it goes on, a file is damaged: download it again"
+        )
 
 
 def one_prompt(model: Any, named: Mapping[str, Any]) -> list[int]:

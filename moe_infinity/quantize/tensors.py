@@ -115,27 +115,34 @@ def quantization_config(
     for tensor in chosen.packed:
         size = precision.group_of(tensor.shape[-1]) if precision.group_size else None
         by_size.setdefault(size, []).append(tensor.name)
-    groups = {}
+    groups: dict[str, Any] = {}
     for number, size in enumerate(by_size):
         weights = {
             "num_bits": bits, "type": kind, "symmetric": True, "dynamic": False,
             "strategy": "group" if size else "channel", "group_size": size,
         }  # fmt: skip
         groups[f"group_{number}"] = {
-            "targets": _patterns(sorted(by_size[size])), "weights": weights,
+            "targets": _patterns(by_size[size]), "weights": weights,
             "format": stored_format, "input_activations": None, "output_activations": None,
         }  # fmt: skip
+    packed_patterns = {each for group in groups.values() for each in group["targets"]}
+    ignored = [
+        name if _pattern(name) in packed_patterns else _pattern(name)
+        for name in (name.removesuffix(".weight") for name in dense if name not in packed)
+    ]
     return {
         "quant_method": "compressed-tensors", "format": stored_format,
         "quantization_status": "compressed", "config_groups": groups,
-        "ignore": _patterns(name for name in dense if name not in packed), "kv_cache_scheme": None,
+        "ignore": list(dict.fromkeys(ignored)), "kv_cache_scheme": None,
     }  # fmt: skip
 
 
 def _patterns(names: Iterable[str]) -> list[str]:
-    """Names of modules, a pattern for all that differ only in numbers."""
-    found = {}
-    for name in names:
-        parts = name.removesuffix(".weight").split(".")
-        found["re:" + r"\.".join(r"\d+" if p.isdigit() else p for p in parts) + "$"] = True
-    return list(found)
+    """Patterns of the modules that have these weights."""
+    return list(dict.fromkeys(_pattern(name.removesuffix(".weight")) for name in sorted(names)))
+
+
+def _pattern(module: str) -> str:
+    """For all modules whose names differ from this one only in numbers."""
+    parts = module.split(".")
+    return "re:" + r"\.".join(r"\d+" if p.isdigit() else p for p in parts) + "$"

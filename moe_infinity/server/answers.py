@@ -206,9 +206,6 @@ class CompletionAnswer(TextAnswer):
     chunk_object = "text_completion"
     no_delta = {"text": ""}
 
-    def first_chunks(self) -> list[str]:
-        return [self.life_chunk()]
-
     def _content(self, index: int) -> dict[str, Any]:
         return {"text": self._choices[index].text}
 

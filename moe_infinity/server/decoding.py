@@ -112,10 +112,15 @@ class Decoding:
         self.ran_at = now
         return computed
 
+    @property
+    def has_room(self) -> bool:
+        """True if memory has room for the next tokens of all."""
+        return self._passes.room.has_room(len(self) * DECODE_STEPS)
+
     def newest_without_room(self) -> Running | None:
         """The sequence that began last, if memory has no room for the next tokens of all."""
         self._num_looks = (self._num_looks + 1) % DECODE_STEPS
-        if self._num_looks or not len(self) or self._passes.room.has_room(len(self) * DECODE_STEPS):
+        if self._num_looks or not len(self) or self.has_room:
             return None
         return max(self, key=lambda sequence: sequence.began)
 

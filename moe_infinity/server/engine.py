@@ -71,7 +71,7 @@ class Engine:
         self._waiting = SeatQueue(self.config.max_queue)  # guarded by _changed, as the next two
         self._is_draining = False
         self._is_closing = False
-        self._prefilling = Reading(config)
+        self._prefilling = Reading(config, self._passes.num_to_compute)
         self._decoding = Decoding(self._passes)
         self._seating = Seating(
             self._waiting, self._changed, self._prefilling, self._decoding, self._passes
@@ -249,7 +249,6 @@ class Engine:
 
     def _prefill(self, sequence: Running) -> None:
         """Compute a chunk of a prompt. An error ends that sequence only."""
-        before = sequence.num_prefilled
         take_pass = partial(
             self._passes.prefill,
             sequence,
@@ -258,16 +257,20 @@ class Engine:
             is_awaited=len(self._waiting) > 0,
         )
         try:
+            num_known = self._passes.begin(sequence)
+            self.counts.prompt_tokens += num_known
+            self.counts.cached_tokens += num_known
+            before = sequence.num_prefilled
             logits_V = self._prefilling.read(sequence, take_pass)
             self.counts.prompt_tokens += sequence.num_prefilled - before
-            self.counts.cached_tokens += sequence.num_cached if before == 0 else 0
             is_read = sequence.is_prefilled
             is_last = is_read and self._begin_answer(sequence, logits_V)
         except Left:
             return
         except QueueFull as error:
             is_beside = len(self._prefilling.under_way) > 0  # it is tried again after that pass
-            if not (is_beside or self._seating.let_wait_for_room(sequence)):
+            can_wait = is_beside or self._seating.let_wait_for_room(sequence)
+            if not (can_wait or self._passes.prefixes.give_way()):
                 self._fail(sequence, error)
             return
         except Exception as error:
@@ -316,7 +319,9 @@ class Engine:
     def _decode(self) -> None:
         """Compute one token of each decoding sequence. An error in choosing a token ends one."""
         newest = self._decoding.newest_without_room()
-        if newest is not None and not self._seating.let_wait_for_room(newest):
+        goes_on = newest is None or self._seating.let_wait_for_room(newest)
+        goes_on = goes_on or (self._passes.prefixes.give_way() and self._decoding.has_room)
+        if newest is not None and not goes_on:
             logger.warning("an answer is cut: memory has no room for its keys and values")
             self.counts.cut += 1
             newest.end_here()

@@ -122,6 +122,7 @@ class Exchange:
         another replica.
         """
         first = self._answer.first_chunks()
+        is_silent = not at_once
         if at_once:
             for chunk in (*first, *self._progress()):
                 yield chunk
@@ -135,7 +136,8 @@ class Exchange:
                     if each is not None:
                         chunks.append(self._answer.chunk(*each))
                         first = []
-                    elif first:
+                        is_silent = False
+                    elif is_silent:
                         continue
                     if not any(chunks) and time.monotonic() - said_s >= LIFE_PERIOD_S:
                         chunks = [self._answer.life_chunk()]  # also while a call is written

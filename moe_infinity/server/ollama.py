@@ -47,6 +47,7 @@ class OllamaAnswer(ChatAnswer):
     def __init__(self, requests: Sequence[Request], *, is_chat: bool, **settings: Any) -> None:
         super().__init__(requests, **settings)
         self._is_chat = is_chat
+        self._num_calls = 0  # that were shown
 
     def body(self) -> dict[str, Any]:
         choice = self._choices[0]
@@ -80,10 +81,15 @@ class OllamaAnswer(ChatAnswer):
                 message["tool_calls"] = [
                     {
                         "id": call.id,
-                        "function": {"name": call.name, "arguments": object_of(call.arguments)},
+                        "function": {
+                            "index": self._num_calls + at,
+                            "name": call.name,
+                            "arguments": object_of(call.arguments),
+                        },
                     }
-                    for call in parts.calls
+                    for at, call in enumerate(parts.calls)
                 ]
+                self._num_calls += len(parts.calls)
             made["message"] = message
         else:
             made |= {"response": parts.content, **thinking}
@@ -161,12 +167,6 @@ class OllamaApi:
         config = self._backend.moe.model.config
         kind = config.model_type
         text_config = config.get_text_config()
-        reader = self._backend.reader
-        template = str(reader.tokenizer.chat_template or "")
-        capabilities = ["completion", "embedding"]
-        capabilities += ["vision"] if reader.takes_images else []
-        capabilities += ["tools"] if "tools" in template and reader.format.is_known else []
-        capabilities += ["thinking"] if "thinking" in template else []
         info = {
             "general.architecture": kind,
             f"{kind}.context_length": self._context,
@@ -177,10 +177,10 @@ class OllamaApi:
             {
                 "modelfile": "",
                 "parameters": f"num_ctx {self._context}",
-                "template": template,
+                "template": self._template,
                 "details": self._details(),
                 "model_info": info,
-                "capabilities": capabilities,
+                "capabilities": self._capabilities(),
                 "modified_at": self._since,
             }
         )
@@ -254,6 +254,18 @@ class OllamaApi:
         return answer.body()
 
     @property
+    def _template(self) -> str:
+        return str(self._backend.reader.tokenizer.chat_template or "")
+
+    def _capabilities(self) -> list[str]:
+        """Without `embedding`: Ollama's clients do not chat with a model that has it."""
+        reader = self._backend.reader
+        able = ["completion"]
+        able += ["vision"] if reader.takes_images else []
+        able += ["tools"] if "tools" in self._template and reader.format.is_known else []
+        return able + (["thinking"] if "thinking" in self._template else [])
+
+    @property
     def _context(self) -> int:
         return self._backend.reader.max_context
 
@@ -268,12 +280,13 @@ class OllamaApi:
         size = report.tiers[-1].capacity_bytes + sum(report.dense_types.values())
         return [
             {
-                "name": name,
-                "model": name,
+                "name": name if ":" in name else f"{name}:latest",
+                "model": name if ":" in name else f"{name}:latest",
                 "modified_at": self._since,
                 "size": size,
                 "digest": hashlib.sha256(name.encode()).hexdigest(),  # clients cut it
-                "details": self._details(),
+                "details": self._details() | {"context_length": self._context},
+                "capabilities": self._capabilities(),
             }
             for name in self._backend.names
         ]

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import inspect
 import logging
-import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -17,14 +16,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import GenerationMixin
-from transformers.cache_utils import DynamicCache
 
 from moe_infinity.architectures.attention_inputs import cache_parameter
-from moe_infinity.errors import (
-    CheckpointError,
-    UnsupportedModelError,
-)
+from moe_infinity.errors import UnsupportedModelError
 from moe_infinity.experts import Phase, Step
 from moe_infinity.kernels.kv_layers import new_cache
 from moe_infinity.memory.needs import USUAL_TOKENS
@@ -39,6 +33,7 @@ from moe_infinity.prefixes.cache_layers import (
 from moe_infinity.prefixes.continuing import why_not_in_parts
 from moe_infinity.prefixes.lengths import Lengths
 from moe_infinity.prefixes.prefix_tree import Node
+from moe_infinity.prefixes.prompt_passes import require_number
 from moe_infinity.prefixes.prompt_store import PromptStore
 from moe_infinity.server.batch import DecodeBatch
 from moe_infinity.server.config import ServeConfig
@@ -46,6 +41,8 @@ from moe_infinity.server.image_passes import answer_positions, image_inputs, key
 from moe_infinity.server.prefix_options import prefixes_of
 from moe_infinity.server.sampling import ChosenToken, prompt_logprobs
 from moe_infinity.server.sequences import NoEmbeddings, QueueFull, Running
+from moe_infinity.server.turns import num_left_of
+from moe_infinity.streaming import has_own_generate
 
 logger = logging.getLogger(__name__)
 
@@ -84,8 +81,7 @@ class Passes:
         model = self._moe.model
         if model.config.is_encoder_decoder:
             raise UnsupportedModelError("encoder-decoder models are not served; use generate()")
-        has_own = type(model).generate is not GenerationMixin.generate
-        if has_own or "generate" in vars(model):  # the latter: code of the checkpoint
+        if has_own_generate(model):
             raise UnsupportedModelError(
                 "a model with a generate() of its own is not served; use it"
             )
@@ -117,13 +113,14 @@ class Passes:
         is_alone: bool = False,
         is_awaited: bool = False,
     ) -> Tensor:
-        """Compute the next chunk of a prompt, or of all tokens of an answer that begins anew: [V]
-        float32 logits of its last token. `others` is called between layers; `is_alone`: none has a
-        seat yet; `is_awaited`: some wait for one.
+        """Compute the next chunk of a prompt that has begun, or of all tokens of an answer that
+        begins anew: [V] float32 logits of its last token. `others` is called between layers;
+        `is_alone`: none has a seat yet; `is_awaited`: some wait for one.
         """
         prompt_ids = sequence.ids
         self.room.limit_blocks(None if is_alone else self._tokens_in(self._gap_share_s))
-        cache = sequence.cache or self._begin(sequence)
+        assert sequence.cache is not None
+        cache = sequence.cache
         start = sequence.num_prefilled
         end = start + self._num_at_once(sequence, is_alone, is_awaited)
         is_end = end == len(prompt_ids)
@@ -203,6 +200,7 @@ class Passes:
                 num_tokens = end - start
                 self.room.keep_free(needs.of_pass(num_tokens, end) + num_tokens * needs.logits)
             logits_TV = self._logits(step, inputs, num_kept=0)[0]
+            require_number(self._moe, logits_TV.amax().item())
             first = [ChosenToken(request.prompt_ids[0])] if start == 0 else []
             next_ids = request.prompt_ids[start + 1 : end + 1]
             num_alternatives = request.sampling.num_logprobs or 0
@@ -218,15 +216,32 @@ class Passes:
             sequence.echo([ChosenToken(i) for i in request.prompt_ids[sequence.num_echoed : end]])
         return logits_1V[0]
 
-    def _begin(self, sequence: Running) -> DynamicCache:
-        """Give a sequence its cache, with what is known of its prompt. Its last token is computed
-        in any case: there is no first token without its logits.
+    def _is_read_apart(self, sequence: Running) -> bool:
+        """True if a prompt begins with nothing that is known."""
+        has_none = self.prefixes.num_bytes == 0 or sequence.num_forgotten > 0
+        return has_none or sequence.request.reads_all
+
+    def num_to_compute(self, sequence: Running) -> int:
+        """How many tokens of a prompt passes have to read."""
+        if sequence.cache is not None or self._is_read_apart(sequence):
+            return num_left_of(sequence)
+        known = key_of(sequence)[:-1]
+        return len(sequence.ids) - self.prefixes.num_known(self._owner_of(sequence), known)
+
+    def _owner_of(self, sequence: Running) -> Hashable:
+        return sequence.request.owner, self.lengths.regime(len(sequence.ids))
+
+    def begin(self, sequence: Running) -> int:
+        """Give a sequence its cache, unless it has one, with what is known of its prompt. Returns
+        how many tokens that are. Its last token is computed in any case: there is no first token
+        without its logits.
         """
+        if sequence.cache is not None:
+            return 0
         cache = new_cache(self._moe.model.config, self._moe.config.kv_dtype)
         sequence.cache = cache
-        is_apart = sequence.request.reads_all or sequence.num_forgotten > 0
-        if self.prefixes.num_bytes == 0 or is_apart:
-            return cache
+        if self._is_read_apart(sequence):
+            return 0
         nodes = self._known(sequence)
         if nodes:
             self.prefixes.fill(cache, nodes, self._moe.model.device)
@@ -240,15 +255,14 @@ class Passes:
                 self._moe.note_known(step, np.concatenate(experts).astype(np.int64))
         if self.prefixes.needs_windows:
             keep_windows(cache)
-        return cache
+        return sequence.num_prefilled
 
     def _known(self, sequence: Running) -> list[Node]:
         """The blocks with which a sequence begins, and which end beside an image, not within it."""
-        owner = sequence.request.owner, self.lengths.regime(len(sequence.ids))
         known = key_of(sequence)[:-1]
         images = sequence.request.images
         while True:
-            sequence.branch = self.prefixes.branch(owner)
+            sequence.branch = self.prefixes.branch(self._owner_of(sequence))
             nodes = self.prefixes.find(sequence.branch, known)
             end = sum(len(node.tokens) for node in nodes)
             place = end if images is None else images.begin_of_span(end)
@@ -298,12 +312,7 @@ class Passes:
         """[B, V] float32 logits of the last token, on the CPU: there the tokens are chosen."""
         logits_BTV = self._logits(step, inputs, num_kept=1)
         logits_BV = logits_BTV[:, -1].to("cpu", copy=True, dtype=torch.float32)
-        if not math.isfinite(logits_BV.numpy().max()):  # numpy: 15 us for 150,000, and NaN wins
-            self._moe.engine.drop_experts()
-            raise CheckpointError(
-                f"{self._moe.checkpoint}: the model computed what is no number: its experts are "
-                "read anew\nhint: if it goes on, a file is damaged: download it again"
-            )
+        require_number(self._moe, logits_BV.numpy().max())  # 15 us for 150,000
         return logits_BV
 
     def _logits(self, step: Step, inputs: dict[str, Any], num_kept: int) -> Tensor:

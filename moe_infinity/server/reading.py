@@ -12,7 +12,7 @@ from moe_infinity.errors import MoEInfinityError
 from moe_infinity.memory.needs import USUAL_TOKENS
 from moe_infinity.server.config import ServeConfig
 from moe_infinity.server.sequences import Running
-from moe_infinity.server.turns import PromptShares, num_left_of
+from moe_infinity.server.turns import PromptShares
 
 
 class Left(MoEInfinityError):
@@ -22,10 +22,12 @@ class Left(MoEInfinityError):
 class Reading:
     """The sequences whose prompts are being read, the oldest first."""
 
-    def __init__(self, config: ServeConfig) -> None:
+    def __init__(self, config: ServeConfig, num_to_compute: Callable[[Running], int]) -> None:
+        """`num_to_compute`: how many tokens of a prompt passes have to read."""
         self.under_way: list[Running] = []  # passes over their prompts, each inside the one before
         self._began = 0.0  # when the first of them began, by time.monotonic()
         self._beside_s = 0.0  # that others took inside it
+        self._num_to_compute = num_to_compute
         self._share_s = config.gap_share_s
         self._sequences: deque[Running] = deque()
         self._shares = PromptShares(config.prefill_chunk or USUAL_TOKENS)
@@ -55,8 +57,8 @@ class Reading:
         """
         if len(self.under_way) > 1 or self._beside_s > (time.monotonic() - self._began) / 2:
             return None
-        short = [each for each in self if num_left_of(each) <= USUAL_TOKENS]
-        short = [each for each in short if each not in self.under_way]
+        others = [each for each in self if each not in self.under_way]
+        short = [each for each in others if self._num_to_compute(each) <= USUAL_TOKENS]
         return self._shares.next_of(short) if short else None
 
     def read(self, sequence: Running, take_pass: Callable[[], Tensor]) -> Tensor:

@@ -25,8 +25,6 @@ from moe_infinity.system import linux
 
 NODES = Path("/sys/devices/system/node")
 CPU_INFO = Path("/proc/cpuinfo")
-HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-NVIDIA = Path("/proc/driver/nvidia/version")
 CGROUP = Path("/sys/fs/cgroup")
 OWN_GROUPS = Path("/proc/self/cgroup")
 
@@ -40,14 +38,6 @@ class MemoryLimit(NamedTuple):
 
 class NotTold(OSError):
     """The system does not say how much memory there is."""
-
-
-class Mount(NamedTuple):
-    """A mounted file system."""
-
-    device: str
-    file_system: str
-    options: tuple[str, ...]
 
 
 def num_cores() -> int:
@@ -130,35 +120,6 @@ def own_bytes() -> int:
     return int(memory.rss - getattr(memory, "shared", 0))  # the second is not known everywhere
 
 
-def disk_bytes_read() -> int:
-    """Bytes that this process has read from disks so far; 0 where the system does not say."""
-    try:
-        return int(psutil.Process().io_counters().read_bytes)
-    except (AttributeError, OSError, psutil.Error):  # macOS has no such counters
-        return 0
-
-
-def huge_pages_setting() -> str:
-    """The setting: always, madvise or never; empty where there is none."""
-    return _text(HUGE_PAGES).partition("[")[2].partition("]")[0]
-
-
-def nvidia_driver() -> str:
-    """The first line of the driver's own description; empty without one."""
-    return _text(NVIDIA).partition("\n")[0]
-
-
-def mount_of(path: Path) -> Mount:
-    """The mount of what exists or would be made here."""
-    here = path.absolute()
-    mounts = {Path(mount.mountpoint): mount for mount in psutil.disk_partitions(all=True)}
-    for folder in (here, *here.parents):
-        if folder in mounts:
-            mount = mounts[folder]
-            return Mount(mount.device, mount.fstype, tuple(mount.opts.split(",")))
-    return Mount("", "", ())
-
-
 def memory_limits() -> list[MemoryLimit]:
     """The limits of our memory control group and its parents. A container may see only the last."""
     limits = []
@@ -173,17 +134,17 @@ def core_limit() -> float | None:
     """The cores whose time our control groups may use together; None: no limit."""
     limits = []
     for folder in _groups("cpu"):
-        quota, _, period = _text(folder / "cpu.max").partition(" ")
+        quota, _, period = text_of(folder / "cpu.max").partition(" ")
         if not quota:
-            quota = _text(folder / "cpu.cfs_quota_us")
-            period = _text(folder / "cpu.cfs_period_us")
+            quota = text_of(folder / "cpu.cfs_quota_us")
+            period = text_of(folder / "cpu.cfs_period_us")
         if quota.isdigit() and period.isdigit() and int(period):  # else "max", or -1 in version 1
             limits.append(int(quota) / int(period))
     return min(limits, default=None)
 
 
 def _groups(controller: str) -> Iterator[Path]:
-    for line in [*_text(OWN_GROUPS).splitlines(), "::/", f":{controller}:/"]:
+    for line in [*text_of(OWN_GROUPS).splitlines(), "::/", f":{controller}:/"]:
         _, controllers, path = line.split(":", 2)
         if not controllers or controller in controllers.split(","):
             top = CGROUP / controllers
@@ -194,7 +155,7 @@ def _groups(controller: str) -> Iterator[Path]:
 def _limit_bytes(folder: Path) -> int | None:
     """Above `memory.high` a program is not ended, but hardly goes on."""
     texts = [
-        _text(folder / name) for name in ("memory.max", "memory.high", "memory.limit_in_bytes")
+        text_of(folder / name) for name in ("memory.max", "memory.high", "memory.limit_in_bytes")
     ]
     limits = [int(text) for text in texts if text.isdigit()]
     # Version 1 writes a huge number for "no limit".
@@ -206,16 +167,17 @@ def _used_bytes(folder: Path) -> int:
     is short of memory, also what is active, files that were read twice.
     """
     for name in ("memory.current", "memory.usage_in_bytes"):
-        text = _text(folder / name)
+        text = text_of(folder / name)
         if text.isdigit():
-            fields = dict(line.split() for line in _text(folder / "memory.stat").splitlines())
+            fields = dict(line.split() for line in text_of(folder / "memory.stat").splitlines())
             kinds = "inactive_file", "active_file"  # in v1 without those of the groups inside
             droppable = sum(int(fields.get(f"total_{kind}", fields.get(kind, 0))) for kind in kinds)
             return max(int(text) - droppable, 0)
     return 0
 
 
-def _text(path: Path) -> str:
+def text_of(path: Path) -> str:
+    """The text of a file of the system; empty without one."""
     try:
         return path.read_text().strip()
     except OSError:

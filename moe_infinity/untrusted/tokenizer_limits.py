@@ -10,7 +10,7 @@ from typing import Any
 from moe_infinity.errors import CheckpointError
 from moe_infinity.untrusted.config_limits import NumberRange, read_object, shown
 
-MAX_FILE_BYTES = 256 << 20  # ten times that of Gemma 3
+MAX_FILE_BYTES = 64 << 20  # twice that of Gemma 3
 MAX_DEPTH = 32
 MAX_VALUES = 20_000_000
 ID = NumberRange(0, (1 << 24) - 1)

@@ -43,7 +43,7 @@ def test_its_weight_is_what_the_layer_multiplies_with(kind):
     assert type(weight.clone()) is Tensor
     x = torch.randn(2, 4)
     with torch.no_grad():
-        assert torch.allclose(layer(x), nn.functional.linear(x, weight, layer.bias))
+        assert torch.allclose(layer(input=x), nn.functional.linear(x, weight, layer.bias))
     assert layer.half().weight.dtype == torch.float16
 
 
@@ -53,6 +53,7 @@ def test_its_weight_is_what_the_layer_multiplies_with(kind):
     [
         lambda weight: weight.add_(1),
         lambda weight: weight.data.mul_(2),
+        lambda weight: setattr(weight, "data", WEIGHT),
         lambda weight: weight.detach().copy_(WEIGHT),
         lambda weight: weight.__setitem__(0, 1.0),
         lambda weight: torch.add(weight, 1, out=weight),

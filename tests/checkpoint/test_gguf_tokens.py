@@ -308,6 +308,13 @@ def test_an_end_of_sequence_is_one_whatever_its_kind_unless_it_is_a_tag_of_html(
     assert ends_of({"</b>": NORMAL, "</s>": NORMAL}, eos=1) == ["</s>"]
 
 
+def test_a_word_of_a_byte_level_vocabulary_ends_nothing():
+    """As in Qwen's, whose rules never make one of that text."""
+    assert ends_of({"<|im_end|>": CONTROL, "</s>": NORMAL}) == ["<|im_end|>"]
+    assert ends_of({"<|im_end|>": CONTROL, "</s>": NORMAL}, eos=1) == ["</s>", "<|im_end|>"]
+    assert ends_of({"<|im_end|>": CONTROL, "</s>": USER_DEFINED}) == ["<|im_end|>", "</s>"]
+
+
 def test_a_message_inside_an_answer_does_not_end_it():
     tokens = ["<|return|>", "<|call|>", "<|end|>"]
     assert ends_of(dict.fromkeys(tokens, CONTROL), eos=0) == ["<|return|>", "<|call|>"]

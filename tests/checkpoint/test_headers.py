@@ -3,6 +3,7 @@ whose header is not true is refused by name."""
 
 from __future__ import annotations
 
+import os
 import re
 import struct
 from pathlib import Path
@@ -84,6 +85,20 @@ def test_an_index_that_is_not_one_is_refused(tmp_path, text):
     (tmp_path / "model.safetensors.index.json").write_text(text)
     with pytest.raises(CheckpointError, match=re.escape("model.safetensors.index.json")):
         checkpoint_files(tmp_path)
+
+
+def test_an_index_of_any_size_is_refused_unread(tmp_path):
+    index = tmp_path / "model.safetensors.index.json"
+    index.touch()
+    os.truncate(index, (64 << 20) + 1)
+    with pytest.raises(CheckpointError, match="more than 67108864 bytes"):
+        checkpoint_files(tmp_path)
+
+
+def test_a_name_of_any_length_is_refused(file):
+    """Patterns that are searched in it take the square of its length."""
+    write(file, {".experts" * 100: entry("U8", [2], 0, 2)}, b"ab")
+    refused(file, "is too long")
 
 
 def test_a_file_that_vanished_is_named(file):

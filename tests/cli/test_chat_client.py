@@ -327,3 +327,16 @@ def test_a_conversation_goes_on_after_an_answer_with_half_a_character(command):
         "assistant",
         "user",
     ]
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"), [("socks", "Unknown scheme for proxy URL"), ("socks5", "'socksio' package")]
+)
+def test_a_proxy_of_another_kind_is_an_error_in_one_line(command, monkeypatch, kind, said):
+    """As the settings of some desktops name one for all programs."""
+    monkeypatch.setenv("ALL_PROXY", f"{kind}://127.0.0.1:1080/")
+    with scripted(DELTA) as server:
+        outcome = chat(command, server.url)
+    assert outcome.code == 1
+    assert outcome.said(f"{server.url}: no answer: ")
+    assert outcome.said(said)

@@ -68,6 +68,24 @@ def test_a_saved_prefix_is_of_text_alone(folder, files, tmp_path):
             moe.generate(**inputs, pixel_values_videos=inputs["input_ids"], prefix=prefix)
 
 
+def test_a_prefix_has_its_places_behind_a_prompt_with_images_too(folder, files, tmp_path):
+    """transformers keeps by how many places the last prompt with images was shorter."""
+    text = " ".join(f"w{number}" for number in range(64))
+    settings = {"max_new_tokens": 6, "do_sample": False, "output_logits": True}
+    with MoE(folder, host_memory="50%", dtype="float32") as moe:
+        prefix = moe.save_prefix(tmp_path / "prefix", text)
+        inputs = moe.tokenizer(f"{text} w1 w2 w3", return_tensors="pt")
+
+        def logits() -> torch.Tensor:
+            found = moe.generate(**inputs, prefix=prefix, return_dict_in_generate=True, **settings)
+            return torch.stack(found.logits)
+
+        expected = logits()
+        moe.generate(**question(moe, TEXT, files), max_new_tokens=2, do_sample=False)
+        assert moe.model.model.rope_deltas.item() != 0
+        torch.testing.assert_close(logits(), expected)
+
+
 def test_what_a_processor_does_not_take_is_an_error_of_ours(folder, files, monkeypatch):
     with MoE(folder, host_memory="50%", dtype="float32") as moe:
         fail = lambda *given: next(iter(()))  # noqa: E731  # as where a text has marks of images

@@ -13,6 +13,7 @@ from moe_infinity import MoE, UnsupportedModelError
 from moe_infinity.memory.room import Room
 from moe_infinity.prefixes import kept, prompt_store
 from moe_infinity.prefixes.kept import kept_prompt
+from moe_infinity.prefixes.prefix_cache import PrefixCache
 from moe_infinity.prefixes.store_key import open_store
 from moe_infinity.server.config import ServeConfig
 from moe_infinity.server.engine import Engine
@@ -171,3 +172,22 @@ def test_a_model_that_cannot_go_on_is_an_error(tmp_path):
         pytest.raises(UnsupportedModelError, match="cannot be kept"),
     ):
         run(moe, tmp_path / "store", PROMPT)
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "qwen3_next"])
+def test_what_memory_has_no_room_to_keep_is_said(name, tmp_path, monkeypatch, caplog):
+    with MoE(save_tiny(name, tmp_path / "model"), host_memory="50%", dtype="float32") as moe:
+        run(moe, tmp_path / "all", PROMPT)
+        assert "room to keep" not in caplog.text
+        monkeypatch.setattr(kept, "SHARE", 1e-12)
+        run(moe, tmp_path / "none", PROMPT)
+    assert "memory has room to keep 0 of the prompt's 300 tokens" in caplog.text
+
+
+def test_a_state_without_room_is_said(tmp_path, monkeypatch, caplog):
+    """Blocks alone are of no use to a model that has one."""
+    monkeypatch.setattr(PrefixCache, "_set_state", lambda *_: None)
+    folder = save_tiny("qwen3_next", tmp_path / "model")
+    with MoE(folder, host_memory="50%", dtype="float32") as moe:
+        run(moe, tmp_path / "store", PROMPT)
+    assert "memory has room to keep 0 of the prompt's 300 tokens" in caplog.text

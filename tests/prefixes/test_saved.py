@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -278,3 +279,26 @@ def test_a_weight_that_changed_behind_its_first_values_takes_no_prefix(tiny_chec
                 answer(moe, TEXT[:60], prefix=prefix)
         prefix = moe.save_prefix(tmp_path / "b.prefix", TEXT[:40])
         assert_same(answer(moe, TEXT[:60], prefix=prefix), answer(moe, TEXT[:60]))
+
+
+def test_memory_is_planned_for_what_windows_pass_over(tmp_path, monkeypatch):
+    folder = save_tiny("gpt_oss", tmp_path / "model")
+    seen = []
+
+    def noted(method: Any) -> Any:
+        def call(room: Room, *args: Any, **kwargs: Any) -> Any:
+            seen.append((method.__name__, room.keeps_windows))
+            return method(room, *args, **kwargs)
+
+        return call
+
+    for method in (Room.make, Room.tokens_at_once):
+        monkeypatch.setattr(Room, method.__name__, noted(method))
+    with MoE(folder, host_memory="50%", dtype="float32") as moe:
+        moe.save_prefix(tmp_path / "a.prefix", TEXT[:NUM_PREFIX])
+        assert set(seen) == {("make", True), ("tokens_at_once", True)}
+        assert not moe.engine.room.keeps_windows
+        moe.engine.room.keeps_windows = True  # as in a server
+        moe.load_prefix(tmp_path / "a.prefix")
+        answer(moe, PROMPT, prefix=moe.load_prefix(tmp_path / "a.prefix"))
+        assert moe.engine.room.keeps_windows

@@ -18,8 +18,10 @@ from torch import Tensor
 
 from moe_infinity import CheckpointError, MoE
 from moe_infinity.checkpoint.file_names import checkpoint_files
-from moe_infinity.checkpoint.headers import read_headers
+from moe_infinity.checkpoint.headers import Extent, StoredTensor, read_headers
 from moe_infinity.cli.inspection import inspect_checkpoint
+from moe_infinity.kernels.pack import precision_of
+from moe_infinity.quantize.tensors import ChosenTensors, quantization_config
 from tests.architectures import encoder_decoders
 from tests.compressed_tensors_package import compressor
 from tests.quantize.packed_checkpoints import (
@@ -278,3 +280,18 @@ def test_an_adapter_is_not_left_out(source, tmp_path, monkeypatch):
     (checkpoint / "adapter_config.json").write_text('{"r": 8}')
     with pytest.raises(CheckpointError, match="leave the adapter out"):
         pack(checkpoint, tmp_path / "packed", experts="int4", rounding="nearest")
+
+
+def test_weights_of_packed_names_that_stay_as_they_are_are_left_out_by_name():
+    """As those of layers that predict tokens ahead."""
+
+    def weights(layer: int) -> dict[str, StoredTensor]:
+        names = [f"model.layers.{layer}.mlp.experts.{at}.up_proj.weight" for at in range(2)]
+        extent = Extent(Path("file"), 0, 64)
+        return {name: StoredTensor(name, "BF16", (4, 8), extent) for name in names}
+
+    chosen = ChosenTensors({(0, at): {"up": w} for at, w in enumerate(weights(0).values())}, {})
+    config = quantization_config(precision_of("int8", 32), chosen, weights(0) | weights(1))
+    (target,) = config["config_groups"]["group_0"]["targets"]
+    assert target == r"re:model\.layers\.\d+\.mlp\.experts\.\d+\.up_proj$"
+    assert config["ignore"] == [f"model.layers.1.mlp.experts.{at}.up_proj" for at in range(2)]

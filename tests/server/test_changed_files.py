@@ -11,7 +11,8 @@ import httpx
 import pytest
 import torch
 
-from moe_infinity import MoE
+from moe_infinity import CheckpointError, MoE
+from moe_infinity.memory.slots import HostSlots
 from tests.server.conftest import DEMO
 from tests.server.serving import Serving, serving
 
@@ -58,12 +59,35 @@ def test_a_file_overwritten_with_garbage_is_500_until_it_is_right_again(
     assert answer(server).json()["choices"][0]["text"] == expected
 
 
+def fill_with_no_number(server: Serving) -> None:
+    slots = server.moe.engine.tiers[0].slots
+    assert isinstance(slots, HostSlots)
+    for slot_id in range(slots.num_slots):
+        slot = slots.tensor_of(slot_id, slots.slot_bytes)
+        slot.view(torch.bfloat16).fill_(float("nan"))
+
+
+def test_what_is_no_number_has_no_logprobs(server, expected):
+    assert answer(server).json()["choices"][0]["text"] == expected
+    fill_with_no_number(server)
+    scored = {"prompt": SAID["prompt"], "echo": True, "logprobs": 1, "max_tokens": 0}
+    url = f"{server.url}/v1/completions"
+    assert [httpx.post(url, json=scored).status_code for _ in range(2)] == [500, 200]
+
+
+def test_what_is_no_number_is_kept_in_no_file(server, expected, tmp_path):
+    assert answer(server).json()["choices"][0]["text"] == expected
+    fill_with_no_number(server)
+    prefix = tmp_path / "a.prefix"
+    with pytest.raises(CheckpointError, match="no number"):
+        server.moe.save_prefix(prefix, SAID["prompt"])
+    assert not prefix.exists()
+    server.moe.save_prefix(prefix, SAID["prompt"])
+
+
 def test_what_is_no_number_is_500_and_all_experts_are_read_anew(server, expected, caplog):
     assert answer(server).json()["choices"][0]["text"] == expected
-    tier = server.moe.engine.tiers[0]
-    for slot_id in range(tier.slots.num_slots):
-        slot = tier.slots.tensor_of(slot_id, tier.slots.slot_bytes)
-        slot.view(torch.bfloat16).fill_(float("nan"))
+    fill_with_no_number(server)
     failed = answer(server)
     assert failed.status_code == 500
     assert "the model computed what is no number" in caplog.text

@@ -195,3 +195,18 @@ def test_blocks_become_shorter_when_others_come_in_the_pass(few_slots, monkeypat
     run_all(engine, long, *came)
     assert sizes[0] == 45
     assert 18 in sizes
+
+
+def test_a_prompt_that_is_mostly_known_is_short(moe, monkeypatch):
+    """A turn of an agent waited for the whole pass of another's first prompt."""
+    monkeypatch.setattr(reading_module, "USUAL_TOKENS", 24)
+    engine = make_engine(moe, max_batch=3, max_gap=0.0, prefix_cache="64MiB")
+    conversation = LONG[::-1][:60]
+    run_all(engine, Client(engine, conversation))
+    long = Client(engine, LONG)
+    turn = Client(engine, [*conversation, *OTHER])
+    new = Client(engine, LONG[3:66])
+    engine.step()
+    assert turn.token_ids, "it would have waited"
+    assert not new.token_ids
+    run_all(engine, long, turn, new)

@@ -29,7 +29,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/responses": {"input": PROMPT, "max_output_tokens": 4, "temperature": 0},
 }
 FIRST = {
-    "/v1/completions": [": still at work"],
+    "/v1/completions": [],
     "/v1/chat/completions": ["chat.completion.chunk"],
     "/v1/messages": ["message_start", "ping"],
     "/v1/responses": ["response.created", "response.in_progress"],
@@ -93,6 +93,22 @@ def test_a_stream_that_waits_for_its_prompt_shows_life(server, stuck, path):
     if path == "/v1/responses":
         numbers = [data_of(event)["sequence_number"] for event in events]
         assert numbers == list(range(len(events)))
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_before_its_first_token_a_forwarded_stream_has_nothing(server, stuck, path, monkeypatch):
+    """Until then another replica may be asked."""
+    chunks = exchange.Exchange.chunks
+    forwarded = lambda self, at_once: chunks(self, at_once=False)  # noqa: E731
+    monkeypatch.setattr(exchange.Exchange, "chunks", forwarded)
+    body = BODIES[path] | {"stream": True, "return_progress": True}
+    timer = threading.Timer(10 * PERIOD_S, stuck.set)
+    with httpx.stream("POST", server.url + path, json=body, timeout=30) as answer:
+        timer.start()
+        pieces = answer.iter_text()
+        assert next(pieces)
+        assert stuck.is_set()
+        assert "".join(pieces)
 
 
 def test_the_life_of_a_chat_is_a_chunk_that_adds_nothing(server, stuck):

@@ -107,11 +107,14 @@ def test_calls_and_reasoning_are_parts_of_the_message(scripted):
         (call["function"]["name"], call["function"]["arguments"]) for call in whole["tool_calls"]
     ]
     assert shown == calls
+    places = list(range(len(calls)))  # clients join the pieces of calls in one place
+    assert [call["function"]["index"] for call in whole["tool_calls"]] == places
     lines = lines_of(scripted, "chat", body)
     pieces = [line["message"] for line in lines]
     assert "".join(piece["content"] for piece in pieces) == content
     assert "".join(piece.get("thinking", "") for piece in pieces) == reasoning
-    assert sum(len(piece.get("tool_calls", [])) for piece in pieces) == len(calls)
+    streamed = [call for piece in pieces for call in piece.get("tool_calls", [])]
+    assert [call["function"]["index"] for call in streamed] == places
     back = [*ASKED, whole, {"role": "tool", "tool_name": "weather", "content": "w7"}]
     assert posted(scripted, "chat", body | {"messages": back, "stream": False}).status_code == 200
 
@@ -184,14 +187,19 @@ def test_a_time_is_read_once_however_many_zeros_it_has(zeros):
 def test_the_one_model_is_listed_and_described(server):
     for path in ("tags", "ps"):
         (model,) = httpx.get(f"{server.url}/api/{path}").json()["models"]
-        assert model["name"] == model["model"] == "tiny"
+        assert model["name"] == model["model"] == "tiny:latest"
+        assert model["capabilities"] == ["completion", "tools"]
+        assert model["details"]["context_length"] == 512
         assert model["size"] > 0
         assert len(model["digest"]) == 64  # clients show the first twelve
         assert model["details"]["family"] == server.moe.model.config.model_type
     for name in ("model", "name"):
         shown = posted(server, "show", {name: "tiny"}).json()
         assert shown["template"] == TEMPLATE
-        assert "completion" in shown["capabilities"]
+        assert shown["capabilities"] == [
+            "completion",
+            "tools",
+        ]  # with embedding, clients do not chat
         kind = shown["model_info"]["general.architecture"]
         assert shown["model_info"][f"{kind}.context_length"] == 512
     assert httpx.get(f"{server.url}/api/version").json()["version"].count(".") == 2

@@ -13,6 +13,7 @@ from transformers.cache_utils import DynamicCache
 
 from moe_infinity import MoE
 from moe_infinity.errors import ConfigError
+from moe_infinity.prefixes.cache_bytes import CacheBytes
 from moe_infinity.prefixes.continuing import why_not
 from moe_infinity.prefixes.prefix_cache import PrefixCache
 from moe_infinity.prefixes.prefix_tree import BLOCK, LEAST_BLOCK_BYTES
@@ -317,3 +318,70 @@ def test_any_order_of_uses_keeps_what_was_used_last():
         whole = len(text) // BLOCK * BLOCK
         assert found(prefixes, text, owner) == text[:whole]
         assert prefixes.used_bytes <= prefixes.num_bytes
+
+
+# memory
+
+
+def test_a_prompt_gets_the_memory_of_prefixes_where_no_other_is_left(moe, monkeypatch):
+    """It was refused for good, once they had filled what was free at the start."""
+    engine = make_engine(moe, max_batch=2, prefix_cache="64MiB")
+    answered(engine, TEXT[:60])
+    prefixes = engine._passes.prefixes
+    at_once = moe.engine.room.tokens_at_once
+
+    def where_none_is_left(*args: Any, **kwargs: Any) -> int:
+        return 0 if prefixes.used_bytes else at_once(*args, **kwargs)
+
+    assert prefixes.used_bytes > 0
+    monkeypatch.setattr(moe.engine.room, "tokens_at_once", where_none_is_left)
+    client = answered(engine, TEXT[60:130])
+    assert (client.error, len(client.token_ids)) == (None, 12)
+    monkeypatch.setattr(moe.engine.room, "tokens_at_once", lambda *_, **__: 0)
+    client = Client(engine, TEXT[20:90])
+    run_all(engine, client)
+    assert "no memory for this prompt" in str(client.error)
+
+
+def test_an_answer_gets_it_before_it_is_cut(moe, monkeypatch):
+    engine = make_engine(moe, max_batch=2, prefix_cache="64MiB")
+    prefixes = engine._passes.prefixes
+    given: list[bool] = []
+
+    def give_way() -> bool:
+        given.append(True)
+        return len(given) == 1
+
+    monkeypatch.setattr(prefixes, "give_way", give_way)
+    room = moe.engine.room
+    monkeypatch.setattr(room, "has_room", lambda *_, **__: bool(given))
+    client = answered(engine, TEXT[:30], max_new_tokens=40)
+    assert (given, len(client.token_ids)) == ([True], 40)
+    given.clear()
+    monkeypatch.setattr(room, "has_room", lambda *_, **__: False)
+    client = answered(engine, TEXT[:30], max_new_tokens=40)
+    assert len(client.token_ids) < 40, "that was not enough"
+
+
+def test_a_full_cache_copies_nothing_in_decode_steps(moe, monkeypatch):
+    """It made blocks of all that was behind the last in each step, 64 MiB of them."""
+    made = []
+    blocks = CacheBytes.blocks
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        made.append(kwargs["num_blocks"])
+        return blocks(*args, **kwargs)
+
+    monkeypatch.setattr(CacheBytes, "blocks", noted)
+    engine = make_engine(moe, max_batch=2, prefix_cache="16KiB")
+    client = answered(engine, TEXT[:100], max_new_tokens=40)
+    assert len(client.token_ids) == 40
+    assert 0 < engine.state()["prefix_bytes"] <= 16 << 10
+    assert made == [100 // BLOCK]
+
+
+def test_what_is_known_of_a_prompt_counts_for_no_client(moe):
+    engine = make_engine(moe, max_batch=2, prefix_cache="64MiB")
+    for expected in (60, 60 + 12):
+        answered(engine, TEXT[:60], client="a", max_new_tokens=1)
+        assert engine._prefilling._shares._num_computed["a"] == expected

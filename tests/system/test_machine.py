@@ -1,9 +1,8 @@
-"""What is known of this machine: limits of control groups, mounts, settings."""
+"""What is known of this machine: limits of control groups."""
 
 from __future__ import annotations
 
 import os
-from collections import namedtuple
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,7 +11,6 @@ import pytest
 
 from moe_infinity.system import machine
 
-Partition = namedtuple("Partition", "device mountpoint fstype opts")
 GIB = 1 << 30
 PHYSICAL = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
@@ -61,35 +59,8 @@ def test_the_least_share_of_cores_of_nested_groups_counts(group, files, cores):
     assert machine.core_limit() == cores
 
 
-def test_a_path_is_on_the_innermost_mount(monkeypatch):
-    mounts = [
-        Partition("/dev/a", "/", "ext4", "rw"),
-        Partition("server:/x", "/data", "nfs4", "rw,noexec"),
-        Partition("/dev/b", "/data/fast", "xfs", "rw"),
-    ]
-    monkeypatch.setattr(psutil, "disk_partitions", lambda all: mounts)
-    found = machine.mount_of(Path("/data/models/not/there"))
-    assert found == ("server:/x", "nfs4", ("rw", "noexec"))
-    assert machine.mount_of(Path("/data/fast/one")).file_system == "xfs"
-    assert machine.mount_of(Path("/database")).file_system == "ext4"
-
-
-@pytest.mark.parametrize(
-    ("text", "setting"),
-    [("always [madvise] never\n", "madvise"), ("always madvise [never]", "never")],
-)
-def test_the_setting_of_huge_pages_is_the_one_in_brackets(text, setting, tmp_path, monkeypatch):
-    file = tmp_path / "enabled"
-    file.write_text(text)
-    monkeypatch.setattr(machine, "HUGE_PAGES", file)
-    assert machine.huge_pages_setting() == setting
-
-
 def test_without_the_files_of_linux_nothing_is_known(tmp_path, monkeypatch):
-    for name in ("HUGE_PAGES", "NVIDIA", "NODES"):
-        monkeypatch.setattr(machine, name, tmp_path / "absent")
-    assert machine.huge_pages_setting() == ""
-    assert machine.nvidia_driver() == ""
+    monkeypatch.setattr(machine, "NODES", tmp_path / "absent")
     assert machine.numa_nodes() == [[]]
 
 

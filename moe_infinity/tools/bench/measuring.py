@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 import numpy as np
+import psutil
 import torch
 from torch import nn
 
@@ -27,7 +28,6 @@ from moe_infinity.cli.inspection import Summary
 from moe_infinity.experts import DTYPE_BYTES, Phase, Step
 from moe_infinity.kernels.kv_layers import new_cache
 from moe_infinity.model import MoE
-from moe_infinity.system.machine import disk_bytes_read
 
 WARM_UP = -1  # the repeat that is not counted
 
@@ -67,12 +67,6 @@ class Workload:
     def num_positions(self) -> int:
         """Tokens of the longest text."""
         return max(max(self.lengths), min(self.lengths) + self.num_decoded)
-
-    def tests(self) -> Iterator[BenchTest]:
-        """The prompts, and decoding."""
-        yield from (BenchTest(length, 0) for length in self.lengths)
-        if self.num_decoded:
-            yield BenchTest(min(self.lengths), self.num_decoded)
 
     def texts(self, repeat: int) -> Iterator[tuple[int, list[int]]]:
         """For each prompt its length, and the ids of it and of what is decoded after it."""
@@ -212,6 +206,14 @@ class Ours:
     def _counts(self, phase: Phase) -> tuple[int, int, int, int]:
         counters = self._moe.engine.bookkeeping.counters.of(phase)
         return counters.hits, counters.lookups, counters.bytes_read, disk_bytes_read()
+
+
+def disk_bytes_read() -> int:
+    """Bytes that this process has read from disks so far; 0 where the system does not say."""
+    try:
+        return int(psutil.Process().io_counters().read_bytes)
+    except (AttributeError, OSError, psutil.Error):  # macOS has no such counters
+        return 0
 
 
 def _needs(moe: MoE, summary: Summary) -> Needs:

@@ -24,7 +24,7 @@ from moe_infinity.system.files import is_known, nearest_folder, open_past_cache,
 from moe_infinity.system.linux import is_cached
 from moe_infinity.system.machine import available_memory_bytes, machine_memory_bytes
 from moe_infinity.system.memory import zeroed_memory
-from moe_infinity.tools.doctor import lines
+from moe_infinity.tools.doctor import facts, lines
 from moe_infinity.tools.doctor.lines import Line, error, warning
 
 PACKAGE = "moe-infinity"
@@ -45,13 +45,13 @@ def examine(*, is_quick: bool = False) -> Iterator[Line]:
         ("memory", lambda: lines.memory_line(available_memory_bytes(), machine_memory_bytes())),
         ("swap", _swap),
         ("control group", _group),
-        ("huge pages", lambda: lines.huge_pages_line(machine.huge_pages_setting())),
+        ("huge pages", lambda: lines.huge_pages_line(facts.huge_pages_setting())),
         ("gpu", _gpu),
         ("switches", lambda: lines.switches_lines(os.environ)),
         ("kernels", _kernels),
         (
             "hub cache",
-            lambda: lines.file_system_line("hub cache", cache, machine.mount_of(cache)),
+            lambda: lines.file_system_line("hub cache", cache, facts.mount_of(cache)),
         ),
         ("this folder", _this_folder),
         ("disk space", lambda: lines.room_line(shutil.disk_usage(nearest_folder(cache)).free)),
@@ -143,7 +143,7 @@ def _gpu() -> Iterator[Line]:
     import torch
 
     build = torch.version.cuda or ""
-    driver = machine.nvidia_driver()
+    driver = facts.nvidia_driver()
     has_gpu = torch.cuda.is_available()
     name = None
     capability = (0, 0)
@@ -160,7 +160,7 @@ def _gpu() -> Iterator[Line]:
         cache = Path(os.environ.get("TRITON_CACHE_DIR", Path.home() / ".triton" / "cache"))
         compilers = (os.environ.get("CC"), "cc", "gcc", "clang")
         compiler = next((path for c in compilers if c and (path := shutil.which(c))), None)
-        options = machine.mount_of(nearest_folder(cache).resolve()).options
+        options = facts.mount_of(nearest_folder(cache).resolve()).options
         yield lines.launcher_line(compiler, str(cache), options)
 
 
@@ -179,7 +179,7 @@ def _kernels() -> Line:
 
 def _this_folder() -> Line:
     here = Path.cwd()
-    return lines.file_system_line("this folder", here, machine.mount_of(here))
+    return lines.file_system_line("this folder", here, facts.mount_of(here))
 
 
 def _tried(folder: Path) -> Iterator[Line]:

@@ -12,7 +12,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
 from moe_infinity.sizes import format_bytes
-from moe_infinity.system.machine import Mount
+from moe_infinity.tools.doctor.facts import Mount
 
 NEWEST_TESTED = "3.14"  # Python
 LOADED = ("torch", "numba", "transformers")  # an installation may be broken: they are imported

@@ -13,7 +13,7 @@ from moe_infinity.tools.planning.speed import Term, Time
 
 COLUMNS = 100
 NAMES = {"gpu": "GPU", "host": "host memory", "disk": "disk"}
-UNPROVEN = "Nothing said of a GPU here has ever been held against a real one."
+ONE_GPU = "Figures of a GPU were compared with one kind of GPU, layer by layer (docs/gpu.md)."
 
 
 def page(plan: RunPlan) -> str:
@@ -132,7 +132,7 @@ def _speed(plan: RunPlan) -> list[str]:
     for title, time in times.items():
         lines += [f"{title}: {_seconds(time.seconds)}", *_arithmetic(time)]
     if plan.outlook.fit.gpu is not None:
-        lines.append(UNPROVEN)
+        lines.append(ONE_GPU)
     return lines
 
 

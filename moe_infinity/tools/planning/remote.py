@@ -23,6 +23,7 @@ from moe_infinity.checkpoint.file_names import WHOLE, gguf_models, gguf_parts, s
 from moe_infinity.cli.hub import explained
 from moe_infinity.errors import CheckpointError
 from moe_infinity.gguf.file import HeaderReader
+from moe_infinity.loading.kind import OF_TOOLS
 
 ANSWER_S = 20.0
 HINT = "try again, or name a folder of this machine"
@@ -30,7 +31,7 @@ NUM_READERS = 8
 BLOCK_BYTES = 1 << 20  # of a GGUF file, asked for at once
 SINGLE = WHOLE[0]
 INDEX = INDEX_NAME.format(SINGLE)
-CONFIGS = ("config.json", "generation_config.json")
+CONFIGS = ("config.json", "generation_config.json", *OF_TOOLS)
 
 
 @contextmanager

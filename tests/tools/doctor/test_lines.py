@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from moe_infinity.system.machine import Mount
 from moe_infinity.tools.doctor import lines
+from moe_infinity.tools.doctor.facts import Mount
 from moe_infinity.tools.doctor.lines import Line
 
 GIB = 1 << 30

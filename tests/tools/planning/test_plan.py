@@ -11,7 +11,7 @@ from moe_infinity.errors import CheckpointError
 from moe_infinity.tools.planning import planner
 from moe_infinity.tools.planning.fit import sizes_of
 from moe_infinity.tools.planning.machine import parse_machine
-from moe_infinity.tools.planning.page import UNPROVEN, page
+from moe_infinity.tools.planning.page import ONE_GPU, page
 from moe_infinity.tools.planning.planner import PlannedRun, make_plan, packed_sizes
 from moe_infinity.tools.planning.speed import Constants
 from tests.gguf_files import build
@@ -100,7 +100,7 @@ def test_a_gpu_makes_a_model_faster_than_the_cpu(published):
     sizes = published("Qwen3-30B-A3B")
     with_gpu = planned(sizes, f"{TOLD},gpu=24GiB,link=25GB/s")
     assert with_gpu.outlook.speed.tokens_per_s > planned(sizes).outlook.speed.tokens_per_s
-    assert UNPROVEN in page(with_gpu)
+    assert ONE_GPU in page(with_gpu)
 
 
 def test_packed_experts_take_the_bytes_that_the_readme_says(published):

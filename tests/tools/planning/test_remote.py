@@ -141,3 +141,11 @@ def test_a_path_that_is_not_there_is_never_looked_for_on_the_hub(hub, tmp_path):
     with pytest.raises(CheckpointError):
         sizes_of(str(tmp_path / "absent"))
     assert hub.requests == []
+
+
+def test_what_tools_write_beside_the_config_is_downloaded(hub, copy_of, hollow_checkpoint):
+    folder = copy_of(hollow_checkpoint)
+    (folder / "quantize_config.json").write_text('{"bits": 4}')
+    hub.add("some/model", folder)
+    with hollow_copy("some/model") as found:
+        assert (found / "quantize_config.json").read_text() == '{"bits": 4}'
