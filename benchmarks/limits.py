@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 CGROUPS = Path("/sys/fs/cgroup")
+MOST_ARGUMENT_BYTES = 100_000  # Linux takes 128 KiB
 
 
 @contextmanager
@@ -40,14 +41,27 @@ def memory_cgroup(limit_bytes: int) -> Iterator[Path]:
 def start(
     file: str, cell: dict[str, Any], group: Path | None, python: str = sys.executable
 ) -> subprocess.Popen[str]:
-    """`python file --cell JSON` in a process of its own, in a memory group if one is given."""
+    """`python file --cell JSON` in a process of its own, in a memory group if one is given. A long
+    prompt is no argument: then it is `--cell @FILE`, which peers_cell.py takes.
+    """
 
     def join() -> None:
         if group is not None:
             (group / "cgroup.procs").write_text(str(os.getpid()))
 
-    command = [python, file, "--cell", json.dumps(cell)]
-    return subprocess.Popen(command, preexec_fn=join, stdout=subprocess.PIPE, text=True)
+    text = json.dumps(cell)
+    if len(text) < MOST_ARGUMENT_BYTES:
+        command = [python, file, "--cell", text]
+        return subprocess.Popen(command, preexec_fn=join, stdout=subprocess.PIPE, text=True)
+    with open(os.memfd_create("cell"), "w+", encoding="utf-8") as memory:
+        memory.write(text)
+        memory.flush()
+        memory.seek(0)
+        place = memory.fileno()
+        command = [python, file, "--cell", f"@/dev/fd/{place}"]
+        return subprocess.Popen(
+            command, preexec_fn=join, stdout=subprocess.PIPE, text=True, pass_fds=[place]
+        )
 
 
 def result_of(process: subprocess.Popen[str], timeout_s: float | None = None) -> dict[str, Any]:

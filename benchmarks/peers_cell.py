@@ -264,7 +264,9 @@ def run_cell(
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="One process of peers.py")
+    parser = argparse.ArgumentParser(
+        description="One process of peers.py", fromfile_prefix_chars="@"
+    )
     parser.add_argument("--cell", type=json.loads, required=True)
     try:
         outcome = run_cell(**parser.parse_args().cell)
