@@ -77,7 +77,9 @@ KvDtype = Annotated[
 ]
 TrustRemoteCode = Annotated[
     bool,
-    typer.Option("--trust-remote-code", help="Run Python code of the checkpoint, and kernels that it names."),
+    typer.Option(
+        "--trust-remote-code", help="Run Python code of the checkpoint, and kernels that it names."
+    ),
 ]
 Yes = Annotated[
     bool, typer.Option("--yes", help="Download a model that is not here without asking.")

@@ -79,7 +79,7 @@ def find_format(quantization_config: Config) -> Format:
     UnsupportedModelError.
     """
     method = str(quantization_config.get("quant_method") or "").lower().replace("_", "-")
-    method = method.removeprefix("intel/")
+    method = method.removeprefix("intel/").removesuffix("-marlin")  # a kernel of vLLM
     if method.startswith("modelopt") or (not method and _has_algorithm(quantization_config)):
         method = "modelopt"
     if method not in FORMATS:
@@ -163,6 +163,10 @@ def _find_quark(config: Config) -> tuple[WeightFormat, ...]:
         if (weight := (layer or {}).get("weight")) is None:
             continue
         what = f"quark, weight of {name},"
+        if isinstance(weight, list):
+            if len(weight) != 1:  # one packed in another
+                raise _unsupported(f"{what} with dtypes {[each.get('dtype') for each in weight]}")
+            (weight,) = weight
         _require(what, weight, "dtype", "fp8_e4m3", "fp4", default=None)
         if weight["dtype"] == "fp4":
             _require(what, weight, "scale_format", "e8m0", default=None)
@@ -314,14 +318,13 @@ def _find_gptq(config: Config) -> tuple[WeightFormat, ...]:
 
 
 def _find_awq(config: Config) -> tuple[WeightFormat, ...]:
-    """AutoAWQ."""
+    """AutoAWQ. Symmetric weights have zero points, too, which are the middle."""
     bits = config.get("bits", config.get("w_bit"))
     if bits != 4:
         raise _unsupported(f"awq with bits {bits!r}")
     version = str(config.get("version") or config.get("format") or "gemm").lower()
     if version != "gemm":
         raise _unsupported(f"awq with version {version!r}")
-    _require("awq", config, "zero_point", True, default=True)
     _require("awq", config, "pack_method", "reorder", default="reorder")
     return (_words_format("awq", measure_awq, lambda p, _, dtype: unpack.awq(p, dtype)),)
 

@@ -8,12 +8,19 @@ kinds, such as Qwen3, have checkpoints that write calls in another way.
 
 from __future__ import annotations
 
+import json
+import re
 from dataclasses import dataclass
 from typing import Any
+
+from transformers.utils.chat_parsing.content_parsers import CONTENT_PARSERS
 
 THINK = ("<think>", "</think>")
 CALL_WITH_NAME = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
 CALL_IN_LIST = {"type": "function", "function": {"name": "{name}", "arguments": "{arguments}"}}
+GEMMA_JSON = "json-of-gemma"
+GEMMA_STRING = re.compile(r'<\|"\|>(.*?)<\|"\|>|"(?:\\.|[^"\\])*"', re.DOTALL)
+BARE_KEY = re.compile(r'(?<=[{,])\s*([^\s\0"{}\[\],:](?:[^\0"{}\[\],:]*[^\s\0"{}\[\],:])?)\s*:')
 THINKING = {"open": THINK[0], "close": THINK[1], "content": "text"}
 
 
@@ -50,6 +57,8 @@ class Family:
     marks: tuple[str, ...] = ()  # all are in the chat template of such a model; none: by kind only
     written: AnswerForm
     read: dict[str, Any] | None = None  # a response_template; None: transformers knows one
+    # A pattern of calls that such models begin within a thought, which they do not end.
+    ends_thought: str = ""
 
 
 def in_json(open_: str, close: str, **fields: Any) -> AnswerForm:
@@ -76,9 +85,26 @@ def in_tags(tag_pattern: str) -> dict[str, Any]:
     return {"content": "xml-inline", "content_args": {"tag_pattern": tag_pattern}}
 
 
+def json_of_gemma(text: str, args: Any) -> Any:
+    """Parse JSON in which keys have no quotes, whatever is in them, and strings have Gemma's.
+    Raises ValueError.
+    """
+    strings: list[str] = []
+
+    def set_aside(match: re.Match[str]) -> str:
+        strings.append(match[0] if match[1] is None else json.dumps(match[1]))
+        return f"\0{len(strings) - 1}\0"
+
+    rest = GEMMA_STRING.sub(set_aside, text.replace("\0", "\ufffd"))
+    quoted = BARE_KEY.sub(lambda match: f"{json.dumps(match[1])}:", rest)
+    return json.loads(re.sub("\0(\\d+)\0", lambda match: strings[int(match[1])], quoted))
+
+
+# transformers' own quotes keys of letters only, and "Content-Type" is none.
+CONTENT_PARSERS[GEMMA_JSON] = json_of_gemma
 CHATML = "<|im_start|>assistant\n"
 DEEPSEEK = template(  # the names between bars of V3, and of V3.1
-    "<｜Assistant｜>",
+    ["<｜Assistant｜>", "<｜tool▁output▁end｜>", "<｜tool▁outputs▁end｜>"],
     {
         "open_pattern": r"\s*(?:<｜tool▁calls▁begin｜>\s*)?<｜tool▁call▁begin｜>"
         r"(?:function<｜tool▁sep｜>)?(?P<name>(?!function<)[^\n<]+)"
@@ -120,6 +146,7 @@ FAMILIES: tuple[Family, ...] = (
             },
             close_pattern=r"\s*(?:<\|im_end\|>|<\|endoftext\|>)",
         ),
+        ends_thought=r"<tool_call>\s*<function=",
     ),
     Family(  # Nemotron Nano 2
         marks=("<TOOLCALL>",),
@@ -152,6 +179,7 @@ FAMILIES: tuple[Family, ...] = (
             },
             close="<|tool_calls_section_end|>",
         ),
+        ends_thought=r"<\|tool_calls_section_begin\|>",
     ),
     Family(
         kinds=("minimax_m2",),
@@ -207,8 +235,7 @@ FAMILIES: tuple[Family, ...] = (
             ["<|turn>model\n", "<tool_response|>"],
             {
                 "open_pattern": r"<\|tool_call>call:(?P<name>[^\s{<]+)", "close": "<tool_call|>",
-                "content": "json",
-                "content_args": {"unquoted_keys": True, "string_delims": [['<|"|>', '<|"|>']]},
+                "content": GEMMA_JSON,
             },
             thinking={"open": "<|channel>thought\n", "close": "<channel|>", "content": "text"},
             close=["<turn|>", "<|tool_response>", "<eos>"],
@@ -235,7 +262,9 @@ FAMILIES: tuple[Family, ...] = (
                 "open": "<|channel|>analysis<|message|>", "close": "<|end|>", "content": "text",
                 "repeats": True, "join": "\n",
             },
-            open_pattern=r"<\|channel\|>(?:final|commentary)<\|message\|>",
+            # With the kind of a text at times, and without a head at others.
+            open_pattern=r"(?:<\|channel\|>(?:final|commentary)(?:\s*(?:<\|constrain\|>)?\s*\w+)?"
+            r"|\A|(?<=<\|start\|>assistant))<\|message\|>",
             close=["<|end|>", "<|return|>"], repeats=True, join="\n",
         ),
     ),
@@ -249,6 +278,7 @@ FAMILIES: tuple[Family, ...] = (
             end="<｜tool▁calls▁end｜>",
         ),
         read=DEEPSEEK,
+        ends_thought="<｜tool▁calls▁begin｜>",
     ),
     Family(  # DeepSeek-V3.1
         marks=("<｜tool▁sep｜>",),
@@ -260,6 +290,7 @@ FAMILIES: tuple[Family, ...] = (
             end="<｜tool▁calls▁end｜>",
         ),
         read=DEEPSEEK,
+        ends_thought="<｜tool▁calls▁begin｜>",
     ),
     Family(  # GLM-4.7 and GLM-5
         kinds=("glm4_moe_lite", "glm_moe_dsa", "glm5_next"),

@@ -84,8 +84,8 @@ class MessageFormat:
             load_response_template(spec)
             spec = spec | {"fields": quick_to_scan(spec["fields"])}
         text_spec = without_calls(spec, family)
-        self._template = None if spec is None else load_response_template(spec)
-        self._text_template = None if text_spec is None else load_response_template(text_spec)
+        self._template = loaded(spec, "" if family is None else family.ends_thought)
+        self._text_template = loaded(text_spec)
         fields = {} if spec is None else spec["fields"]
         added = added_tokens_of(tokenizer)
         known = known_in(spec)
@@ -175,6 +175,23 @@ class MessageFormat:
         if marks is None or begun.rfind(marks.begin) <= begun.rfind(marks.end):
             return begun[-MOST_BEGUN:]
         return marks.begin + begun[-MOST_BEGUN:]  # within a thought
+
+
+def loaded(spec: dict[str, Any] | None, ends_thought: str = "") -> Any:
+    """Return a response template by which `<think>` begins a thought only where a message begins:
+    elsewhere it is text, as in an answer about thoughts. `ends_thought`: a pattern of what ends one
+    beside `</think>`.
+    """
+    if spec is None:
+        return None
+    fields = dict(spec["fields"])
+    for name, own in fields.items():
+        if name in THOUGHTS and (own.get("open"), own.get("close")) == THINK:
+            others = {key: value for key, value in own.items() if key not in ("open", "close")}
+            end = THINK[1] + (f"|(?={ends_thought})" if ends_thought else "")
+            begin = rf"\A\s*{THINK[0]}"
+            fields[name] = others | {"open_pattern": begin, "close_pattern": end}
+    return load_response_template(spec | {"fields": fields})
 
 
 def quick_to_scan(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -280,6 +297,8 @@ class MessageReader:
                     has_calls = bool(self.message.calls or new.calls)
                     events = self._last_events(is_cut=is_cut, has_calls=has_calls)
                     self._apply(events, new)
+                    if self._is_unmarked(new):
+                        new.content = self._unsure
             except MALFORMED as error:
                 logger.info("a message could not be parsed: %s", type(error).__name__)
                 self._parser = None
@@ -289,6 +308,12 @@ class MessageReader:
         self.message.reasoning += new.reasoning
         self.message.calls += new.calls
         return new
+
+    def _is_unmarked(self, new: Parts) -> bool:
+        """True for an answer without any mark, of a kind that has some around all content."""
+        parts = (self.message, new)
+        is_empty = not any(each.content or each.reasoning or each.calls for each in parts)
+        return is_empty and not any(mark in self._unsure for mark in self._marks)
 
     def _last_events(self, *, is_cut: bool, has_calls: bool) -> list[dict[str, Any]]:
         """The events of the end, without those of a call that is not complete."""
@@ -328,9 +353,12 @@ class MessageReader:
                     self._add_calls(value if isinstance(value, list) else [value], new)
                     self._unsure = ""
             elif kind == "region_chunk":
+                text = event["text"]
                 is_reasoning = event["field"] in THOUGHTS
-                new.reasoning += event["text"] if is_reasoning else ""
-                new.content += "" if is_reasoning else event["text"]
+                new.reasoning += text if is_reasoning else ""
+                if self.message.calls or new.calls:  # of a thought that ended with a call
+                    text = text.replace(THINK[1], "")
+                new.content += "" if is_reasoning else text
                 self._unsure = ""
 
     def _add_calls(self, values: list[dict[str, Any]], new: Parts) -> None:

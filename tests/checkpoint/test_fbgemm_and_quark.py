@@ -100,7 +100,7 @@ OF_FP8 = {"dtype": "fp8_e4m3", "qscheme": "per_channel", "ch_axis": 0}
         (quark({"dtype": "fp4", "group_size": 16, "scale_format": "e8m0"}), "group_size 16"),
         (quark(OF_FP8 | {"qscheme": "per_group"}), "qscheme 'per_group'"),
         (quark(OF_FP8 | {"ch_axis": 1}), "ch_axis 1"),
-        (quark([OF_FP8, OF_FP8]), "malformed"),
+        (quark([OF_FP8, {"dtype": "int4"}]), r"with dtypes \['fp8_e4m3', 'int4'\]"),
         (quark(OF_FP8, export={"weight_format": "fake_quantized"}), "fake_quantized"),
         (quark(OF_FP8, algo_config=[{"name": "rotation"}]), "rotation"),
         ({"quant_method": "quark"}, "global_quant_config"),

@@ -9,6 +9,8 @@ import pytest
 from moe_infinity import UnsupportedModelError
 from moe_infinity.formats.methods import find_format
 
+QUARK_FP8 = {"dtype": "fp8_e4m3", "qscheme": "per_tensor"}
+
 
 def in_blocks(block: Any) -> dict[str, Any]:
     weights = {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": block}
@@ -32,6 +34,18 @@ def in_blocks(block: Any) -> dict[str, Any]:
         (
             {"quant_method": "compressed-tensors", "config_groups": None},
             {"quant_method": "compressed-tensors", "config_groups": {}},
+        ),
+        *(
+            (
+                {"quant_method": method, "bits": 4, "zero_point": False},
+                {"quant_method": "awq", "bits": 4},
+            )
+            for method in ("awq", "awq_marlin")
+        ),
+        ({"quant_method": "gptq_marlin", "bits": 4}, {"quant_method": "gptq", "bits": 4}),
+        (
+            {"quant_method": "quark", "global_quant_config": {"weight": [QUARK_FP8]}},
+            {"quant_method": "quark", "global_quant_config": {"weight": QUARK_FP8}},
         ),
         (in_blocks("128x128"), in_blocks([128, 128])),
         (in_blocks([128, 128]) | {"transform_config": {}}, in_blocks([128, 128])),

@@ -285,7 +285,6 @@ def test_a_gptq_index_that_names_no_group_is_refused(group):
         ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "marlin"),
         ({"quant_method": "gptq", "bits": 4, "dynamic": {"+:.*": {"bits": 3}}}, "bits 3"),
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "gemv"),
-        ({"quant_method": "awq", "bits": 4, "zero_point": False}, "zero_point"),
         ({"quant_method": "awq", "bits": 3}, "bits 3"),
         ({"quant_method": "compressed-tensors", "config_groups": 3}, "malformed"),
         (compressed_tensors_config("pack-quantized", type="int", num_bits=3), "3 bits"),

@@ -8,7 +8,7 @@ import pytest
 from tokenizers import AddedToken
 
 from moe_infinity.server.messages import MOST_BEGUN, MessageFormat, MessageReader
-from tests.server.test_messages import CALL, CASES, QWEN35, Plain, reader_of, shown
+from tests.server.test_messages import CALL, CASES, JSON, QWEN35, Plain, reader_of, shown
 
 
 class Gemma(Plain):
@@ -17,6 +17,7 @@ class Gemma(Plain):
 
 IN_MARKS = "gpt_oss"  # all content of this kind is
 FINAL = "<|channel|>final<|message|>"
+QWEN = "<|im_start|>assistant\n"
 
 
 def text_reader_of(name: str, prompt: str) -> MessageReader:
@@ -63,6 +64,85 @@ def test_a_long_run_of_spaces_takes_time_that_grows_with_its_length(name):
     reader.add("", is_last=True)
     assert (reader.message.reasoning + reader.message.content).endswith(text)
     assert time.perf_counter() - began < 2, "each space was looked at once for each before it"
+
+
+KIMI_BEGINS = "<|im_assistant|>assistant<|im_middle|>"
+KIMI = "<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0"
+KIMI += f"<|tool_call_argument_begin|>{JSON}<|tool_call_end|><|tool_calls_section_end|>"
+DEEPSEEK = CASES["deepseek_v3, of version 3.1"][1]
+FUNCTION = QWEN35[1].partition("\n")[2]
+
+
+@pytest.mark.parametrize("size", [1, 5, 1000])
+@pytest.mark.parametrize(
+    ("name", "prompt", "text", "expected"),
+    [
+        (
+            "gpt_oss",
+            "<|start|>assistant",
+            "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final "
+            '<|constrain|>json<|message|>{"a": 1}',
+            ('{"a": 1}', "hm", []),
+        ),
+        ("gpt_oss", "<|start|>assistant", "<|channel|>final json<|message|>1", ("1", "", [])),
+        ("gpt_oss", "<|start|>assistant", "<|message|>Hi.", ("Hi.", "", [])),
+        ("gpt_oss", "<|start|>assistant", "Hi.", ("Hi.", "", [])),
+        ("qwen3_moe", QWEN, "a <think>b</think>", ("a <think>b</think>", "", [])),
+        ("qwen3_moe", f"{QWEN}<think>\n\n</think>\n\n", "<think>", ("<think>", "", [])),
+        ("glm4_moe", "<|assistant|>", "\n<think>a</think>`<think>`", ("`<think>`", "a", [])),
+        (
+            "deepseek_v3",
+            "<｜Assistant｜>x<｜tool▁outputs▁begin｜>the <think> tag<｜tool▁outputs▁end｜>",
+            "Hi.",
+            ("Hi.", "", []),
+        ),
+        ("qwen3_5", f"{QWEN}<think>\n", f"hm\n{FUNCTION}", ("", "\nhm\n", [CALL])),
+        (
+            "qwen3_5",
+            f"{QWEN}<think>\n",
+            f"a <tool_call> b\n{FUNCTION}",
+            ("", "\na <tool_call> b\n", [CALL]),
+        ),
+        ("kimi_k2", KIMI_BEGINS, f"<think>hm{KIMI}", ("", "hm", [CALL])),
+        ("deepseek_v3", "<｜Assistant｜><think>", f"hm{DEEPSEEK}", ("", "hm", [CALL])),
+    ],
+)  # fmt: skip
+def test_marks_where_models_leave_them_out_or_write_of_them(name, prompt, text, expected, size):
+    reader = reader_of(name, prompt)
+    for start in range(0, len(text), size):
+        reader.add(text[start : start + size], is_last=start + size >= len(text))
+    content, reasoning, calls = shown(reader.message)
+    assert (content, reasoning.lstrip(), calls) == (expected[0], expected[1].lstrip(), expected[2])
+
+
+@pytest.mark.parametrize(
+    ("written", "arguments"),
+    [
+        (
+            '{headers:{Content-Type:<|"|>a/b<|"|>},n:1}',
+            {"headers": {"Content-Type": "a/b"}, "n": 1},
+        ),
+        (
+            '{a b : [1,2,{$x: null}], "c d":"e:f, g:"}',
+            {"a b": [1, 2, {"$x": None}], "c d": "e:f, g:"},
+        ),
+        ('{text:<|"|>{a:1, b:"x"}\n<|"|>}', {"text": '{a:1, b:"x"}\n'}),
+        ('{<|"|>k<|"|>:<|"|>\0 0<|"|>}', {"k": "\ufffd 0"}),
+        ("{}", {}),
+    ],
+)
+def test_keys_of_gemma_are_whatever_they_are(written, arguments):
+    reader = reader_of("gemma4", "<|turn>model\n")
+    reader.add(f"<|tool_call>call:weather{written}<tool_call|>", is_last=True)
+    assert shown(reader.message)[2] == [("weather", arguments)]
+
+
+def test_a_thought_that_ends_behind_its_call_leaves_no_mark():
+    reader = reader_of("qwen3_5", f"{QWEN}<think>\n")
+    for piece in (f"hm\n{FUNCTION}", "\n", "</think>", "\n\n"):
+        reader.add(piece, is_last=piece == "\n\n")
+    assert reader.message.content.strip() == ""
+    assert shown(reader.message)[2] == [CALL]
 
 
 @pytest.mark.parametrize("is_thought", [False, True])
