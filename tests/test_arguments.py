@@ -11,6 +11,7 @@ from transformers import GenerationConfig
 from moe_infinity import MoE, UnsupportedModelError
 from moe_infinity.long_prompts import in_passes
 from moe_infinity.streaming import streamed_arguments
+from tests.conftest import make_model
 
 
 @pytest.fixture
@@ -64,3 +65,19 @@ def test_modules_take_their_argument_by_its_name(moe):
         router = moe.model.model.layers[1].mlp.gate
         by_name = router(hidden_states=x)
         assert all(map(torch.equal, by_name, router(x)))
+
+
+def test_a_linear_layer_takes_no_rows(moe):
+    with torch.no_grad():
+        for shape in ((0, 32), (1, 0, 32)):
+            out = moe.model.lm_head(torch.zeros(shape, dtype=torch.bfloat16))
+            assert out.shape == (*shape[:-1], 128)
+
+
+def test_weights_in_float64_are_computed_by_modules(tmp_path):
+    stock = make_model().double()
+    stock.save_pretrained(tmp_path)
+    prompt = torch.tensor([[5, 6, 9, 100, 31]])
+    expected = stock.generate(prompt, max_new_tokens=8, do_sample=False)
+    with MoE(tmp_path) as moe:
+        assert torch.equal(moe.generate(prompt, max_new_tokens=8, do_sample=False), expected)

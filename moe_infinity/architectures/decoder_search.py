@@ -95,13 +95,9 @@ def key_of(layer: nn.Module) -> Any:
     modules += [(name, m) for name, m in last.named_modules() if name.count(".") < 2]
     for name, module in modules:
         shapes = [(k, v.shape, v.dtype) for k, v in module.named_parameters(recurse=False)]
-        described_modules.append((name, type(module), plain_attributes(module), tuple(shapes)))
+        # The numbers and texts that decide how a module computes, but for a layer's number.
+        plain = {k: v for k, v in vars(module).items() if isinstance(v, int | float | str | None)}
+        plain.pop("layer_idx", None)
+        described_modules.append((name, type(module), repr(sorted(plain.items())), tuple(shapes)))
     norms = tuple(eps_of(layer.get_submodule(name)) for name in (NORM, RESIDUAL_NORM))
     return tuple(described_modules), norms
-
-
-def plain_attributes(module: nn.Module) -> str:
-    """Return the numbers and texts that decide how a module computes, but for a layer's number."""
-    plain = {k: v for k, v in vars(module).items() if isinstance(v, int | float | str | None)}
-    plain.pop("layer_idx", None)
-    return repr(sorted(plain.items()))

@@ -165,8 +165,10 @@ class KernelLayers:
             for layer, verdict in self._verdicts.items()
             if isinstance(verdict, Found)
         }
-        if len({dtype_of(layer) for layer in kinds}) > 1:
-            self._verdicts |= dict.fromkeys(kinds, FellBack("layers have several dtypes"))
+        dtypes = {dtype_of(layer) for layer in kinds}
+        if len(dtypes) > 1 or torch.float64 in dtypes:
+            reason = FellBack("layers have several dtypes, or float64")
+            self._verdicts |= dict.fromkeys(kinds, reason)
             return
         angles: dict[int, Angles] = {}
         spare = SpareStates()
@@ -246,7 +248,7 @@ class Siblings:
         if out is None:
             return own(linear, input)
         # Without gaps, whether computed alone or together: torch's activations round by that.
-        return out.to(input.dtype).contiguous().view(*rows, -1)
+        return out.to(input.dtype).contiguous().view(*rows, linear.out_features)
 
     def _multiply(self, linear: Linear, x: Tensor) -> Tensor | None:
         """Return the product of x with a layer, plus its bias. Those of other layers of its group

@@ -110,6 +110,17 @@ def test_the_answer_is_that_of_stock_and_nothing_is_kept(loop):
 
 
 @torch.no_grad()
+def test_a_row_without_numbers_is_that_row_alone():
+    """NaN was taken for a block that calls its experts otherwise."""
+    block, stock, _ = connected(plainly)
+    x_TD = X_TD.clone()
+    x_TD[0] = torch.nan
+    found = block(x_TD)
+    assert found[0].isnan().all()
+    assert torch.equal(found[1:], stock(x_TD)[1:])
+
+
+@torch.no_grad()
 def test_another_pass_may_go_through_the_block_between_its_two_runs():
     """Answers of other sequences go on between the layers of a long prompt."""
     block, stock, layer = connected(plainly)
