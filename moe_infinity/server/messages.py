@@ -186,7 +186,8 @@ def loaded(spec: dict[str, Any] | None, ends_thought: str = "") -> Any:
         return None
     fields = dict(spec["fields"])
     for name, own in fields.items():
-        if name in THOUGHTS and (own.get("open"), own.get("close")) == THINK:
+        has_marks = (own.get("open"), own.get("close")) == THINK
+        if name in THOUGHTS and has_marks and not own.get("repeats"):
             others = {key: value for key, value in own.items() if key not in ("open", "close")}
             end = THINK[1] + (f"|(?={ends_thought})" if ends_thought else "")
             begin = rf"\A\s*{THINK[0]}"
