@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import GenerationConfig
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 from moe_infinity import MoE, UnsupportedModelError
 from moe_infinity.long_prompts import in_passes
@@ -75,8 +75,10 @@ def test_a_linear_layer_takes_no_rows(moe):
 
 
 def test_weights_in_float64_are_computed_by_modules(tmp_path):
-    stock = make_model().double()
-    stock.save_pretrained(tmp_path)
+    make_model().double().save_pretrained(tmp_path)
+    stock: Any = AutoModelForCausalLM.from_pretrained(
+        tmp_path, dtype="auto", experts_implementation="eager"
+    )
     prompt = torch.tensor([[5, 6, 9, 100, 31]])
     expected = stock.generate(prompt, max_new_tokens=8, do_sample=False)
     with MoE(tmp_path) as moe:

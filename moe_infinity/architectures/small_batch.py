@@ -175,6 +175,7 @@ class KernelLayers:
         before = ""
         for layer, kind in kinds.items():
             num_pairs = kind.attention.num_pairs
+            parent, _, index = before.rpartition(".")
             self._connected[layer] = DecoderLayer(
                 layer,
                 kind,
@@ -182,7 +183,7 @@ class KernelLayers:
                 spare,
                 early_router,
                 kv_dtype=self._kv_dtype,
-                may_follow=bool(before) and names[layer] == _next_name(before),
+                may_follow=index.isdecimal() and names[layer] == f"{parent}.{int(index) + 1}",
             )
             before = names[layer]
 
@@ -211,12 +212,6 @@ class KernelLayers:
 def _unless(change: str | None, verdict: Verdict[Any]) -> Verdict[Any]:
     """Return the verdict, or that the module's own code runs because of a change."""
     return verdict if change is None else FellBack(change)
-
-
-def _next_name(name: str) -> str:
-    """Return the name of the module after this one in its list."""
-    parent, _, index = name.rpartition(".")
-    return f"{parent}.{int(index) + 1}" if index.isdecimal() else ""
 
 
 class Siblings:

@@ -25,6 +25,8 @@ from moe_infinity.system import linux
 
 NODES = Path("/sys/devices/system/node")
 CPU_INFO = Path("/proc/cpuinfo")
+HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+NVIDIA = Path("/proc/driver/nvidia/version")
 CGROUP = Path("/sys/fs/cgroup")
 OWN_GROUPS = Path("/proc/self/cgroup")
 

@@ -7,10 +7,7 @@ from typing import NamedTuple
 
 import psutil
 
-from moe_infinity.system.machine import text_of
-
-HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-NVIDIA = Path("/proc/driver/nvidia/version")
+from moe_infinity.system.machine import HUGE_PAGES, NVIDIA, text_of
 
 
 class Mount(NamedTuple):
