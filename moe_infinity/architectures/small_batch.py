@@ -243,7 +243,7 @@ class Siblings:
         if out is None:
             return own(linear, input)
         # Without gaps, whether computed alone or together: torch's activations round by that.
-        return out.to(input.dtype).contiguous().view(*rows, linear.out_features)
+        return out.to(input.dtype).contiguous().view(*rows, out.shape[-1])
 
     def _multiply(self, linear: Linear, x: Tensor) -> Tensor | None:
         """Return the product of x with a layer, plus its bias. Those of other layers of its group
