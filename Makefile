@@ -27,7 +27,7 @@ gate: check test test-long ## what has to pass before a change is taken, and wha
 	$(MAKE) test-rounding ROUNDINGS="OTHER_ROUNDING=2"
 
 test: export HF_HUB_OFFLINE = 1
-test: $(INSTALLED) ## fast tests that take less than half a second each, in five minutes
+test: $(INSTALLED) ## fast tests that take less than half a second each
 	$(BIN)/python -m pytest -n 2 -m "not long and not gpu_code and "$(FAST)
 
 test-long: export HF_HUB_OFFLINE = 1
