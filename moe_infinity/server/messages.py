@@ -22,13 +22,19 @@ from transformers.utils.chat_parsing.response_templates import load_response_tem
 
 from moe_infinity.server.formats import THINK, AnswerForm, CallForm, Family, family_of
 from moe_infinity.server.grammars import example_of
+from moe_infinity.server.response_templates import (
+    THOUGHTS,
+    is_marked,
+    known_in,
+    loaded,
+    quick_to_scan,
+    without_calls,
+)
 from moe_infinity.server.schemas import with_plain_types
 from moe_infinity.server.thoughts import ThoughtBudget, ThoughtForm
 
 logger = logging.getLogger(__name__)
-THOUGHTS = ("thinking", "reasoning_content", "reasoning")  # names of the field
 MOST_BEGUN = 1 << 15  # characters at the end of a prompt, which may begin the message
-FROM_FIRST = r"(?:\G|(?<!\s))"  # where a scan begins, or behind what is no space
 NUM_NEWEST = 64  # characters, at least those of any mark
 # What parsing a text that is no call raises.
 MALFORMED = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
@@ -101,6 +107,7 @@ class MessageFormat:
         self.answer_form = None if family is None else family.written
         self._thoughts = thought_form_of(fields, self.answer_form)
         # Others are seen to be complete, where the token that ends them ends the answer.
+        self._has_marked_content = is_marked(fields.get("content", {}))
         has_tags = fields.get("tool_calls", {}).get("content") == "xml-inline"
         calls = CallForm(open="", close="") if family is None else family.written.calls
         self._close = calls.close.strip().rpartition("\n")[2] if has_tags else ""
@@ -163,8 +170,14 @@ class MessageFormat:
                 parser = ResponseParser(template, prefix=prompt, tools=plain)
             except MALFORMED as error:
                 logger.info("a prompt could not be parsed: %s", type(error).__name__)
-        marks = self._marks if has_calls else self._text_marks
-        return MessageReader(parser, max_calls, marks, opening=self._opening, close=self._close)
+        return MessageReader(
+            parser,
+            max_calls,
+            self._marks if has_calls else self._text_marks,
+            opening=self._opening,
+            close=self._close,
+            has_marked_content=self._has_marked_content,
+        )
 
     def _begun(self, template: Any, prompt: str) -> str:
         """Return a prompt, of which the message that it begins has an end only if it is long."""
@@ -175,62 +188,6 @@ class MessageFormat:
         if marks is None or begun.rfind(marks.begin) <= begun.rfind(marks.end):
             return begun[-MOST_BEGUN:]
         return marks.begin + begun[-MOST_BEGUN:]  # within a thought
-
-
-def loaded(spec: dict[str, Any] | None, ends_thought: str = "") -> Any:
-    """Return a response template by which `<think>` begins a thought only where a message begins:
-    elsewhere it is text, as in an answer about thoughts. `ends_thought`: a pattern of what ends one
-    beside `</think>`.
-    """
-    if spec is None:
-        return None
-    fields = dict(spec["fields"])
-    for name, own in fields.items():
-        has_marks = (own.get("open"), own.get("close")) == THINK
-        if name in THOUGHTS and has_marks and not own.get("repeats"):
-            others = {key: value for key, value in own.items() if key not in ("open", "close")}
-            end = THINK[1] + (f"|(?={ends_thought})" if ends_thought else "")
-            begin = rf"\A\s*{THINK[0]}"
-            fields[name] = others | {"open_pattern": begin, "close_pattern": end}
-    return load_response_template(spec | {"fields": fields})
-
-
-def quick_to_scan(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a response template whose patterns look at spaces in front of them from
-    the first one only: from each, a long run would be looked through as often as it has spaces.
-    """
-    return {
-        name: {
-            key: FROM_FIRST + value
-            if key.endswith("_pattern") and str(value).startswith(r"\s*")
-            else value
-            for key, value in field.items()
-        }
-        for name, field in fields.items()
-    }
-
-
-def without_calls(spec: dict[str, Any] | None, family: Family | None) -> dict[str, Any] | None:
-    """Return a response template by which calls are content. Where content has marks around it, it
-    stays as it is: what is outside of them is lost.
-    """
-    fields = {} if spec is None else spec["fields"]
-    others = {name: field for name, field in fields.items() if name != "tool_calls"}
-    content = others.get("content", {})
-    if spec is None or not others or not {"open", "open_pattern"}.isdisjoint(content):
-        return spec
-    end = "" if family is None else family.written.calls.end.strip()
-    is_end_of_calls = bool(end) and end in str([content.get("close"), content.get("close_pattern")])
-    if is_end_of_calls:
-        kept = {key: content[key] for key in content.keys() - {"close", "close_pattern"}}
-        others["content"] = kept
-    return spec | {"fields": others}
-
-
-def known_in(spec: dict[str, Any] | None) -> str:
-    """Return the text of a response template's fields, also of what is in expressions."""
-    fields = {} if spec is None else spec["fields"]
-    return json.dumps(fields, ensure_ascii=False).replace("\\", "")
 
 
 def thought_form_of(
@@ -269,14 +226,17 @@ class MessageReader:
         *,
         opening: str = "",
         close: str = "",
+        has_marked_content: bool = False,
     ) -> None:
         """`marks`: tokens that begin or end the fields of a message. `opening`: what a call begins
-        with. `close`: what one that is complete ends with.
+        with. `close`: what one that is complete ends with. `has_marked_content`: some of the marks
+        are around all content.
         """
         self._parser = parser
         self._marks = marks
         self._opening = opening
         self._close = close
+        self._has_marked_content = has_marked_content
         self._newest = ""  # the last characters
         self._is_broken = False  # there was a parser
         self._max_calls = max_calls
@@ -311,7 +271,9 @@ class MessageReader:
         return new
 
     def _is_unmarked(self, new: Parts) -> bool:
-        """True for an answer without any mark, of a kind that has some around all content."""
+        """True for an answer without any mark, where content has some around it."""
+        if not self._has_marked_content:
+            return False
         parts = (self.message, new)
         is_empty = not any(each.content or each.reasoning or each.calls for each in parts)
         return is_empty and not any(mark in self._unsure for mark in self._marks)

@@ -137,6 +137,12 @@ def test_keys_of_gemma_are_whatever_they_are(written, arguments):
     assert shown(reader.message)[2] == [("weather", arguments)]
 
 
+def test_a_call_without_its_first_mark_that_is_cut_is_no_text():
+    reader = reader_of("qwen3_5", QWEN)
+    reader.add("<function=weather>\n<parameter=city>\nRo", is_last=True, is_cut=True)
+    assert shown(reader.message) == ("", "", [])
+
+
 def test_a_thought_that_ends_behind_its_call_leaves_no_mark():
     reader = reader_of("qwen3_5", f"{QWEN}<think>\n")
     for piece in (f"hm\n{FUNCTION}", "\n", "</think>", "\n\n"):
