@@ -36,10 +36,12 @@ class Asked:
     """A request, and when its outputs came."""
 
     def __init__(self, engine: Any, ids: list[int], num_answer: int) -> None:
+        from moe_infinity.server.sampling import Sampling
         from moe_infinity.server.sequences import Request
 
         self.came: list[float] = []
-        request = Request(prompt_ids=ids, max_new_tokens=num_answer)
+        sampling = Sampling(temperature=0.0, ignore_eos=True)
+        request = Request(prompt_ids=ids, max_new_tokens=num_answer, sampling=sampling)
         self.running = engine.running(request, self._note)
         engine.submit([self.running])
 
@@ -75,6 +77,7 @@ def measure(
             while not all(other.came for other in others):
                 engine.step()
             before = moe.report()
+            num_before = engine.counts.generated_tokens
             host, disk = before.tiers[-2:]
             began = time.perf_counter()
             long = ask(num_prompt, 1)
@@ -92,7 +95,7 @@ def measure(
             if users:
                 row["gap_s"] = engine.state()["longest_gap_s"]
                 row["beside_s"] = late.came[0] - began
-                row["tokens_meanwhile"] = sum(t > began for each in others for t in each.came)
+                row["tokens_meanwhile"] = engine.counts.generated_tokens - num_before
             engine.cancel([other.running for other in others])
             engine.step()
             rows.append(row)

@@ -44,7 +44,6 @@ from moe_infinity.engine.build import build_experts, warn_of_slow_experts
 from moe_infinity.engine.device import ComputeDevice
 from moe_infinity.engine.engine import LocalExperts
 from moe_infinity.engine.experts import Experts
-from moe_infinity.engine.hooks import StepReader
 from moe_infinity.errors import Cancelled, ClosedError
 from moe_infinity.experts import Ints, Step
 from moe_infinity.images.mmproj import VisionPart
@@ -124,7 +123,7 @@ class MoE:
                 self.model, layers, checkpoint=self.checkpoint, backend=hooks.BACKEND
             )
             hooks.attach(self.model, layers, self._experts, early_router, self._blocks)
-            self._steps = StepReader(self.model, self._experts, self._lock, self._blocks)
+            self._steps = hooks.StepReader(self.model, self._experts, self._lock, self._blocks)
             self._small_batches = self._device.small_batch_steps(
                 self.model, early_router, self._blocks
             )

@@ -13,11 +13,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.nn.functional import linear
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from moe_infinity import MoE, UnsupportedModelError
 from tests.architectures import encoder_decoders
+from tests.sweep import discover, tiny
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.arithmetic]
 PROMPT = torch.tensor([[5, 6, 9, 100, 31]])
@@ -192,3 +194,40 @@ def test_an_encoder_decoder_can_be_cast(tmp_path, name):
     with MoE(tmp_path, host_memory="25%") as moe:
         moe.model.half()
         moe.generate(input_ids=encoder_decoders.PROMPT, max_new_tokens=4)
+
+
+def noted(*_: Any) -> None:
+    """A hook."""
+
+
+INSIDE: dict[str, tuple[str, str, str]] = {  # module of experts, one whose code does not run
+    "SwitchTransformers": ("", "encoder.block.1.layer.1.mlp.experts.expert_1", "act"),
+    "NllbMoe": ("", "model.encoder.layers.1.ffn.experts.expert_1", "act"),
+    "DbrxForCausalLM": ("dbrx", "transformer.blocks.1.ffn.experts.mlp", "activation_fn"),
+    "Llama4ForCausalLM": ("llama4", "model.layers.1.feed_forward.experts", "act_fn"),
+}
+
+
+@pytest.mark.parametrize("name", INSIDE)
+def test_what_is_done_to_modules_inside_experts_is_refused(tmp_path, name):
+    """Their own code never runs: a hook would not be called, another activation not be used."""
+    kind, path, activation = INSIDE[name]
+    if kind:
+        (found,) = [a for a in discover.architectures_in(kind) if a.name == name]
+        tiny.tiny_model(found).save_pretrained(tmp_path)
+    else:
+        encoder_decoders.make_model(name).save_pretrained(tmp_path)
+    with MoE(tmp_path, host_memory="50%") as moe:
+        inputs = {"input_ids": PROMPT % 90, "max_new_tokens": 2, "do_sample": False}
+        expected = moe.generate(**inputs)
+        inside = moe.model.get_submodule(path)
+        for hook in (inside.register_forward_hook(noted), inside.register_forward_pre_hook(noted)):
+            with pytest.raises(UnsupportedModelError, match="hooks in them"):
+                moe.generate(**inputs)
+            hook.remove()
+        own = getattr(inside, activation)
+        setattr(inside, activation, nn.Tanh())
+        with pytest.raises(UnsupportedModelError, match="changed experts"):
+            moe.generate(**inputs)
+        setattr(inside, activation, own)
+        assert torch.equal(moe.generate(**inputs), expected)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from functools import partial
+from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,6 +32,7 @@ class Outside(Adapter):
     is_eager = True
     gate_up = "gate_up_proj"
     down = "down_proj"
+    act = "act_fn"
     is_transposed: bool | None = False
 
     def orientation(self, module: Any) -> bool | None:
@@ -62,7 +64,7 @@ class Outside(Adapter):
         return getattr(module, "_apply_gate", gated)
 
     def activation(self, module: Any) -> Callable[[Tensor], Tensor]:
-        activation: Callable[[Tensor], Tensor] = module.act_fn
+        activation: Callable[[Tensor], Tensor] = attrgetter(self.act)(module)
         return activation
 
     def connect(self, experts: ExpertsModule, model: nn.Module, layer: MoeLayer) -> None:
@@ -119,13 +121,10 @@ class JetMoe(Outside):
     is_eager = False
     gate_up = "input_linear.weight"
     down = "output_linear.weight"
+    act = "activation"
 
     def count(self, module: Any) -> int:
         return int(module.router.num_experts)
-
-    def activation(self, module: Any) -> Callable[[Tensor], Tensor]:
-        activation: Callable[[Tensor], Tensor] = module.activation
-        return activation
 
     def forward(self, module: Any, layer: MoeLayer, *args: Any) -> Tensor:
         (x_BSD,) = args
@@ -148,11 +147,8 @@ class Llama4(Outside):
     weighs_input = True
     gate_up = "experts.gate_up_proj"
     down = "experts.down_proj"
+    act = "experts.act_fn"
     is_transposed = True
-
-    def activation(self, module: Any) -> Callable[[Tensor], Tensor]:
-        activation: Callable[[Tensor], Tensor] = module.experts.act_fn
-        return activation
 
     def forward(self, module: Any, layer: MoeLayer, *args: Any) -> tuple[Tensor, Tensor]:
         x_TD = args[0].reshape(-1, module.hidden_dim)

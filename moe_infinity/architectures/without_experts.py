@@ -8,7 +8,7 @@ that one input chose would stay chosen.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial, wraps
 from typing import Any, NoReturn
 
@@ -50,29 +50,38 @@ class OnDisk(Tensor):
         refuse("has no tensors of experts: only its forward pass computes them")
 
 
+Held = tuple[Mapping[str, Any], str, Any]  # of a module, and what it has by a name
+
+
 class AbsentWeights:
     """The weights of the experts in a module, which are not in memory. If a user gives the module
-    others, or puts adapters around them, its experts would compute as if nothing had happened.
+    others, or puts adapters around them or hooks on what has them, its experts would compute as if
+    nothing had happened.
     """
 
     def __init__(self, name: str, module: nn.Module) -> None:
         """`name` is the module's in the model."""
         self._name = name
-        owners = [m for m in module.modules() if any(map(_is_absent, vars(m).values()))]
-        inner = {*owners, *(m for m in module.modules() if {*m.modules()} & {*owners})}
-        self._views = [m._parameters.values() for m in owners]
-        self._held = [
-            (mapping, key, value)
+        items = [(m, key, x) for m in module.modules() for key, x in vars(m).items()]
+        self._held: list[Held] = [(vars(m), key, x) for m, key, x in items if type(x) is OnDisk]
+        owners = {m for m, _, x in items if type(x) is OnDisk}
+        inner = {m for m in module.modules() if not owners.isdisjoint(m.modules())}
+        # A list has no forward of its own: its experts are called.
+        is_list = type(module).forward is nn.Module.forward
+        uncalled = inner - {module, *(module.children() if is_list else ())}
+        self._counted: list[Mapping[Any, Any]] = [m._parameters for m in owners]
+        self._counted += [h for m in uncalled for h in (m._forward_hooks, m._forward_pre_hooks)]
+        self._num_counted = sum(map(len, self._counted))
+        self._held += [
+            (m._modules, key, child)
             for m in inner
-            for mapping in (vars(m), m._modules)
-            for key, value in mapping.items()
-            if _is_absent(value) or (isinstance(value, nn.Module) and value in inner)
+            for key, child in m._modules.items()
+            if child in inner or m in uncalled
         ]
-        self._num_parameters = sum(map(len, self._views))
 
     def were_touched(self) -> bool:
-        """Return True if a weight was replaced, or a module that has some."""
-        return sum(map(len, self._views)) != self._num_parameters or not all(
+        """Return True if a weight was replaced or a module that has some, or if one has hooks."""
+        return sum(map(len, self._counted)) != self._num_counted or not all(
             mapping.get(key) is value for mapping, key, value in self._held
         )
 
@@ -80,13 +89,9 @@ class AbsentWeights:
         """Raise UnsupportedModelError if they were touched."""
         if self.were_touched():
             refuse(
-                f"cannot have changed experts ({self._name})\nhint: adapters may be around all "
-                "other modules; change experts in the checkpoint"
+                f"cannot have changed experts, or hooks in them ({self._name})\nhint: adapters and "
+                "hooks may be around all other modules; change experts in the checkpoint"
             )
-
-
-def _is_absent(value: object) -> bool:
-    return type(value) is OnDisk
 
 
 def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:

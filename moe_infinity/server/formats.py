@@ -103,6 +103,7 @@ def json_of_gemma(text: str, args: Any) -> Any:
 # transformers' own quotes keys of letters only, and "Content-Type" is none.
 CONTENT_PARSERS[GEMMA_JSON] = json_of_gemma
 CHATML = "<|im_start|>assistant\n"
+HERMES = in_json('<tool_call>\n{"name": "NAME", "arguments": ', "}\n</tool_call>")
 DEEPSEEK = template(  # the names between bars of V3, and of V3.1
     ["<｜Assistant｜>", "<｜tool▁output▁end｜>", "<｜tool▁outputs▁end｜>"],
     {
@@ -336,8 +337,24 @@ FAMILIES: tuple[Family, ...] = (
             "qwen2", "qwen2_moe", "qwen2_vl", "qwen2_5_vl",
             "qwen3", "qwen3_moe", "qwen3_next", "qwen3_vl", "qwen3_vl_moe",
         ),
-        written=in_json('<tool_call>\n{"name": "NAME", "arguments": ', "}\n</tool_call>"),
+        written=HERMES,
     ),
+)  # fmt: skip
+# Models that are told in our words how calls are written, since their chat template shows no tools.
+TOLD = Family(
+    written=HERMES,
+    read={
+        # The end of the prompt, or what begins a thought there.
+        "start_anchor_pattern": r"(?=<think>\s*\Z)|(?<!\s)(?<!<think>)(?=\s*\Z)",
+        "fields": {
+            "thinking": THINKING,
+            "content": {"content": "text"},
+            "tool_calls": {
+                "open_pattern": r"\s*<tool_call>", "close": "</tool_call>", "repeats": True,
+                "content": "json", "transform": {"type": "function", "function": "{content}"},
+            },
+        },
+    },
 )  # fmt: skip
 
 
@@ -347,3 +364,8 @@ def family_of(model_type: str, chat_template: str) -> Family | None:
         if family.marks and all(mark in chat_template for mark in family.marks):
             return family
     return next((family for family in FAMILIES if model_type in family.kinds), None)
+
+
+def shows_tools(chat_template: object) -> bool:
+    """Return True if a chat template, or one of several, has a variable for tools."""
+    return re.search(r"\btools\b", str(chat_template)) is not None

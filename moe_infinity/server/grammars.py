@@ -253,13 +253,6 @@ def tools_of(tools: Sequence[dict[str, Any]], parameters: str) -> list[Tool]:
     return found
 
 
-def example_of(form: CallForm, name: str) -> str:
-    """A message that calls a tool without arguments."""
-    arguments = "{}" if form.around_value is None else ""
-    opening = form.open.replace("NUMBER", "0").replace("NAME", name)
-    return f"{form.begin}{opening}{arguments}{form.close}{form.end}"
-
-
 def calls_in(lark: Lark, form: CallForm, tools: Sequence[Tool], max_calls: int | None) -> str:
     """An expression for one call or more of these tools."""
     options = [

@@ -20,8 +20,17 @@ from transformers.utils.chat_parsing import ResponseParser
 from transformers.utils.chat_parsing.content_parsers import CONTENT_PARSERS
 from transformers.utils.chat_parsing.response_templates import load_response_template
 
-from moe_infinity.server.formats import THINK, AnswerForm, CallForm, Family, family_of
-from moe_infinity.server.grammars import example_of
+from moe_infinity.server.declared import text_of_calls
+from moe_infinity.server.formats import (
+    HERMES,
+    THINK,
+    TOLD,
+    AnswerForm,
+    CallForm,
+    Family,
+    family_of,
+    shows_tools,
+)
 from moe_infinity.server.response_templates import (
     THOUGHTS,
     is_marked,
@@ -77,7 +86,7 @@ class MessageFormat:
 
     def __init__(self, tokenizer: Any, model: Any) -> None:
         self._tokenizer = tokenizer
-        template = str(getattr(tokenizer, "chat_template", ""))
+        template = str(getattr(tokenizer, "chat_template", None) or "")
         family = family_of(model.config.model_type, template)
         spec = getattr(tokenizer, "response_template", None)
         if not is_readable(family):
@@ -86,6 +95,9 @@ class MessageFormat:
             spec = family.read
         if spec is None:
             spec = get_response_template(tokenizer, model)
+        if spec is None and template and not shows_tools(template):
+            family = TOLD
+            spec = TOLD.read
         if spec is not None:
             load_response_template(spec)
             spec = spec | {"fields": quick_to_scan(spec["fields"])}
@@ -117,6 +129,11 @@ class MessageFormat:
     def is_known(self) -> bool:
         return self._template is not None
 
+    @property
+    def call_form(self) -> CallForm:
+        """The form of calls of models of this kind, or else the most usual one."""
+        return HERMES.calls if self.answer_form is None else self.answer_form.calls
+
     def has_begun_reasoning(self, prompt_ids: Sequence[int]) -> bool:
         """Return True if a prompt ends with a tag behind which the model thinks."""
         text: str = self._tokenizer.decode(prompt_ids[-8:])
@@ -144,7 +161,7 @@ class MessageFormat:
         reader = self.reader(prompt_ids, None, max_calls=None)
         if self.has_begun_reasoning(prompt_ids):
             reader.add(THINK[1], is_last=False)
-        reader.add(example_of(self.answer_form.calls, name), is_last=True)
+        reader.add(text_of_calls(self.answer_form.calls, [(name, {})]), is_last=True)
         return [call.name for call in reader.message.calls] == [name]
 
     def reader(

@@ -262,7 +262,7 @@ class OllamaApi:
         reader = self._backend.reader
         able = ["completion"]
         able += ["vision"] if reader.takes_images else []
-        able += ["tools"] if "tools" in self._template and reader.format.is_known else []
+        able += ["tools"] if self._template and reader.format.is_known else []
         return able + (["thinking"] if "thinking" in self._template else [])
 
     @property

@@ -74,8 +74,8 @@ class PromptReader:
         """`reads_whole`: a prompt is one pass, however long."""
         self.tokenizer = moe.tokenizer
         self._images = ImageReader(moe, config.allow_media or ())  # may find the chat template
-        self._template = ChatTemplate(moe.tokenizer)
         self.format = MessageFormat(moe.tokenizer, moe.model)
+        self._template = ChatTemplate(moe.tokenizer, self.format.call_form)
         context = context_of(moe, config.max_context)
         self.max_context = within_memory(moe, context, reads_whole)  # tokens of prompt and answer
         self._max_prompts = config.max_queue

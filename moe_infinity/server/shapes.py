@@ -13,6 +13,9 @@ from dataclasses import dataclass
 from itertools import count, groupby
 from typing import Any
 
+from moe_infinity.server.declared import text_of_calls
+from moe_infinity.server.formats import HERMES, CallForm
+
 Message = dict[str, Any]
 Messages = list[Message]
 REASONING = ("reasoning_content", "reasoning", "thinking")  # what templates call it
@@ -27,6 +30,7 @@ class Forms:
     has_system: bool = True  # as the first message
     has_late_system: bool = True  # also later
     has_calls: bool = True  # and their results
+    call_form: CallForm = HERMES.calls  # of calls that are part of a text, where it takes none
     has_text_arguments: bool = False  # of calls: JSON, not an object
     has_null_beside_calls: bool = False  # for an empty content
     has_calls_apart: bool = False  # a message has either content or calls
@@ -45,7 +49,10 @@ def shaped(messages: Messages, forms: Forms) -> Messages:
         messages = _with_ids(messages, lambda name, idx: f"functions.{name}:{idx}")
     if forms.has_one_call:
         messages = _with_one_call_each(messages)
-    messages = _with_calls(messages, forms) if forms.has_calls else _with_written_calls(messages)
+    if forms.has_calls:
+        messages = _with_calls(messages, forms)
+    else:
+        messages = _with_written_calls(messages, forms.call_form)
     if forms.reasoning != "reasoning_content":
         messages = [_renamed(each, "reasoning_content", forms.reasoning) for each in messages]
     if forms.has_parts:
@@ -175,21 +182,16 @@ def _with_object(call: dict[str, Any]) -> dict[str, Any]:
     return call | {"function": function | {"arguments": object_of(function["arguments"])}}
 
 
-def _with_written_calls(messages: Messages) -> Messages:
+def _with_written_calls(messages: Messages, form: CallForm) -> Messages:
     """Let calls be text and results a user's messages, for a template that knows neither."""
     result: Messages = []
     for message in messages:
         calls = message.get("tool_calls")
         if calls:
-            written = [
-                json.dumps(
-                    {"name": call["function"]["name"]}
-                    | {"arguments": object_of(call["function"]["arguments"])},
-                    ensure_ascii=False,
-                )
-                for call in calls
-            ]
-            text = "\n".join(filter(None, (message["content"], *written)))
+            functions = [call["function"] for call in calls]
+            named = [(each["name"], object_of(each["arguments"])) for each in functions]
+            written = text_of_calls(form, named)
+            text = "\n".join(filter(None, (message["content"], written)))
             rest = {name: value for name, value in message.items() if name != "tool_calls"}
             message = rest | {"content": text}
         elif message["role"] == "tool":

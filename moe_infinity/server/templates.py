@@ -22,6 +22,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from moe_infinity.server.declared import declaration
+from moe_infinity.server.formats import HERMES, CallForm, shows_tools
 from moe_infinity.server.image_marks import ImageMarks
 from moe_infinity.server.limits import RENDERING_S
 from moe_infinity.server.rendering import TemplateRaised, TemplateTooSlow, shared_renderers
@@ -116,8 +118,10 @@ class Rendering:
 class ChatTemplate:
     """The chat template of a tokenizer. Safe to call from several threads."""
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, call_form: CallForm = HERMES.calls) -> None:
+        """`call_form`: in which the model writes calls, for templates that know none."""
         self._tokenizer = tokenizer
+        self._call_form = call_form
         self._tried: dict[str, Forms] = {}  # template -> what was found by trying it
         self._trying = threading.Lock()
         self._was_slow = False  # a trial ended because a text took too long
@@ -151,6 +155,9 @@ class ChatTemplate:
         in the order of the prompt's. Raises TemplateRaised with the template's words.
         """
         forms = self.forms()
+        if tools and not shows_tools(self._tokenizer.chat_template):
+            messages = [declaration(tools, self._call_form), *messages]
+            tools = None
         options = {"tools": tools, "add_generation_prompt": begins_answer, **variables}
         rendering = Rendering(self._tokenizer, marks)
         if is_continued:
@@ -183,7 +190,8 @@ class ChatTemplate:
             if template not in self._tried:
                 trial = TemplateTrial(self._tokenizer, passes_over_slow=self._was_slow)
                 try:
-                    self._tried = {template: trial.forms}
+                    forms = replace(trial.forms, call_form=self._call_form)
+                    self._tried = {template: forms}
                 except TemplateTooSlow:
                     self._was_slow = True
                     raise
