@@ -119,6 +119,8 @@ class Passes:
         """
         prompt_ids = sequence.ids
         self.room.limit_blocks(None if is_alone else self._tokens_in(self._gap_share_s))
+        if not is_alone and self.room.takes_blocks(num_left_of(sequence)):
+            self.keep_blocks_short()
         assert sequence.cache is not None
         cache = sequence.cache
         start = sequence.num_prefilled
@@ -163,8 +165,10 @@ class Passes:
         return int(layer_s / self._token_layer_s) if self._token_layer_s else None
 
     def keep_blocks_short(self) -> None:
-        """Let those that decode not wait too long for the next blocks of the pass under way."""
-        self.room.limit_blocks(self._tokens_in(self._gap_share_s))
+        """Let those that decode not wait too long for the next blocks of the pass under way: they
+        have as few tokens as blocks may have before any pass has told its pace.
+        """
+        self.room.limit_blocks(self._tokens_in(self._gap_share_s) or 0)
 
     def _num_at_once(self, sequence: Running, is_alone: bool, is_awaited: bool) -> int:
         """Raises QueueFull if memory is short."""

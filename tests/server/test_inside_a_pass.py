@@ -174,6 +174,18 @@ def test_blocks_are_short_while_others_wait_for_them(few_slots, monkeypatch):
     assert {*sizes} == {18}, "in five"
 
 
+def test_blocks_are_the_shortest_before_any_pass_has_told_its_pace(few_slots, monkeypatch):
+    """Beside the first long prompt after a start a running answer waited 7.6 s."""
+    monkeypatch.setattr(room_module, "BLOCK_SIZES", (64, 16))
+    leave(few_slots, monkeypatch, 1 << 40)
+    sizes = sizes_of_blocks(monkeypatch)
+    engine = make_engine(few_slots, max_batch=3, max_gap=3.0, prefix_cache="off")
+    short = Client(engine, SHORT)
+    engine.step()
+    run_all(engine, Client(engine, LONG, max_new_tokens=1), short)
+    assert {*sizes} == {15}, "in six"
+
+
 def test_blocks_become_shorter_when_others_come_in_the_pass(few_slots, monkeypatch):
     monkeypatch.setattr(room_module, "BLOCK_SIZES", (64, 16))
     leave(few_slots, monkeypatch, 1 << 40)
