@@ -175,7 +175,7 @@ def test_blocks_are_short_while_others_wait_for_them(few_slots, monkeypatch):
 
 
 def test_blocks_are_the_shortest_before_any_pass_has_told_its_pace(few_slots, monkeypatch):
-    """Beside the first long prompt after a start a running answer waited 7.6 s."""
+    """Beside the first long prompt after a start a running answer waited 6.2 s."""
     monkeypatch.setattr(room_module, "BLOCK_SIZES", (64, 16))
     leave(few_slots, monkeypatch, 1 << 40)
     sizes = sizes_of_blocks(monkeypatch)
