@@ -310,10 +310,12 @@ class MessageReader:
         return [self._before_marks(event) for event in events]
 
     def _begins_call(self, event: dict[str, Any]) -> bool:
-        """True for text behind a call that is the beginning of another, up to its name."""
+        """True for text behind a call that is the beginning of another, up to its name, or what is
+        between two.
+        """
         text = event.get("text", "").lstrip()
         num = min(len(text), len(self._opening))
-        return num > 0 and text[:num] == self._opening[:num]
+        return bool(self._opening) and text[:num] == self._opening[:num]
 
     def _before_marks(self, event: dict[str, Any]) -> dict[str, Any]:
         """An event of the end without the beginning of a call in its text."""

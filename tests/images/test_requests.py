@@ -31,7 +31,6 @@ from tests.server.serving import Serving, serving
 PNG = encoded(RED, "PNG")
 BASE64 = base64.b64encode(PNG).decode()
 TEXT = "w1 w2 w3"
-FETCH = {"type": "function", "function": {"name": "fetch", "parameters": {"type": "object"}}}
 
 
 @pytest.fixture(scope="module")
@@ -135,10 +134,10 @@ def test_what_a_tool_gives_may_have_an_image(server):
     begun = [{"role": "user", "content": TEXT}, {"role": "assistant", "tool_calls": calls}]
     results = [asked(image, role="tool") for image in (RED, other)]
     ids = [result | {"tool_call_id": each} for result, each in zip(results, "ab", strict=True)]
-    in_order = Answered(server, [*begun, *ids], tools=[FETCH])
-    assert Answered(server, [*begun, *reversed(ids)], tools=[FETCH]).ids == in_order.ids
+    in_order = Answered(server, [*begun, *ids])
+    assert Answered(server, [*begun, *reversed(ids)]).ids == in_order.ids
     swapped = [results[1] | {"tool_call_id": "a"}, results[0] | {"tool_call_id": "b"}]
-    assert Answered(server, [*begun, *swapped], tools=[FETCH]).ids != in_order.ids
+    assert Answered(server, [*begun, *swapped]).ids != in_order.ids
 
 
 def test_a_path_is_read_where_a_rule_names_its_folder(server, pictures, num_tokens):

@@ -202,6 +202,15 @@ def test_calls_may_be_limited_to_one():
     assert shown(reader.message) == (*expected[:2], [CALL])
 
 
+def test_what_is_between_two_calls_is_no_text_if_the_answer_is_cut_there():
+    prompt, text, expected = CASES["qwen3_moe"]
+    reader = reader_of("qwen3_moe", prompt)
+    reader.add(text[: text.index("</tool_call>") + 12], is_last=False)
+    reader.add("\n", is_last=True, is_cut=True)
+    content, _, calls = shown(reader.message)
+    assert (content, len(calls)) == (expected[0], 1)
+
+
 def test_of_an_unknown_kind_all_is_content():
     reader = reader_of("unknown", "hi")
     reader.add(QWEN, is_last=True)
