@@ -34,6 +34,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from moe_infinity.architectures.adapters import BACKEND
 from moe_infinity.architectures.early_router import EarlyRouter
 from moe_infinity.architectures.prompt_blocks import PromptBlocks
 from moe_infinity.architectures.without_experts import COPIED, refuse, refuse_what_needs_experts
@@ -120,7 +121,7 @@ class MoE:
                 self._experts.close()
                 raise
             refuse_what_needs_experts(
-                self.model, layers, checkpoint=self.checkpoint, backend=hooks.BACKEND
+                self.model, layers, checkpoint=self.checkpoint, lock=self._lock
             )
             hooks.attach(self.model, layers, self._experts, early_router, self._blocks)
             self._steps = hooks.StepReader(self.model, self._experts, self._lock, self._blocks)
@@ -139,7 +140,7 @@ class MoE:
                 config_from=self.config.config_from,
                 beside=self.vision_part,
                 dtype=self.config.dtype,
-                experts_implementation=hooks.BACKEND,
+                experts_implementation=BACKEND,
                 trust_remote_code=self.config.trust_remote_code,
                 num_read_threads=self.config.num_read_threads,
                 device=self._device.device,

@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -156,6 +157,47 @@ def test_adapters_of_experts_are_refused_by_name(moe, logits):
         assert torch.equal(logits_of(moe.model), logits)
     finally:
         del moe.model.peft_config
+
+
+@pytest.mark.parametrize("path", ["", "model", "model.layers.1.mlp.experts"])
+def test_other_experts_in_a_state_dict_are_refused(moe, logits, path):
+    """With strict=False they were passed over without a word."""
+    whole = "model.layers.1.mlp.experts.gate_up_proj"
+    key = whole.removeprefix(f"{path}." if path else "")
+    for strict in (True, False):
+        with pytest.raises(UnsupportedModelError, match="load other experts .*gate_up_proj"):
+            moe.model.get_submodule(path).load_state_dict({key: torch.ones(1)}, strict=strict)
+    assert torch.equal(logits_of(moe.model), logits)
+
+
+def test_a_router_that_is_trained_alone_is_an_error(moe):
+    """Its gradient was left out without a word, and `backward` did nothing."""
+    router = moe.model.model.layers[1].mlp.gate
+    moe.model.requires_grad_(False)
+    router.requires_grad_(True)
+    try:
+        with pytest.raises(UnsupportedModelError, match="cannot be trained"):
+            moe.model(PROMPT).logits.sum().backward()
+    finally:
+        moe.model.requires_grad_(True)
+
+
+def test_threads_that_call_a_model_inside_wait_for_each_other(moe):
+    found: list[torch.Tensor] = []
+
+    def call() -> None:
+        with torch.no_grad():
+            found.append(moe.model.model(PROMPT).last_hidden_state)
+
+    call()
+    thread = threading.Thread(target=call)
+    with moe._lock:
+        thread.start()
+        thread.join(0.5)
+        assert thread.is_alive()
+        assert len(found) == 1
+    thread.join(30)
+    assert torch.equal(*found)
 
 
 def test_what_changes_nothing_changes_nothing(moe, logits):

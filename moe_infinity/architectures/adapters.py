@@ -28,6 +28,7 @@ from moe_infinity.kernels.residents import Residents
 
 # Set by transformers' `use_experts_implementation` on every experts module of the interface.
 INTERFACE_ATTRIBUTES = {"has_gate", "has_bias", "is_transposed", "is_concatenated", "num_experts"}
+BACKEND = "moe_infinity"  # the name of our experts implementation in transformers
 CALL_ATTRIBUTE = "_moe_infinity_call"  # set on each module of the interface: its MoeLayer
 LARGE = 1e4  # beyond every limit of an activation
 TRIED = (0.0, 0.1, 0.6, 1.0, 1.5, 3.0, 5.0, 6.5, 8.0, 12.0, 30.0, LARGE)  # and their negatives
@@ -94,10 +95,6 @@ class ExpertsModule:
         """The dtype that its experts compute in, as they were loaded."""
         dtype: torch.dtype = getattr(torch, self.layout.params[0].dtype)
         return dtype
-
-    def connect(self, model: nn.Module, layer: MoeLayer) -> None:
-        """Let the model's code call `layer` from now on."""
-        self.adapter.connect(self, model, layer)
 
     def note_state(self) -> None:
         """Note what the module is like, with all that we change of it."""
@@ -263,22 +260,22 @@ def rounds_by_place(compute: Callable[[Tensor], Tensor], *, dtype: torch.dtype) 
 # Gradients
 
 
-def without_gradient(x: Tensor, compute: Callable[[], Tensor]) -> Tensor:
-    """Return the result of `compute`, which depends on `x`. A backward pass through it raises
+def without_gradient(compute: Callable[[], Tensor], *inputs: Tensor) -> Tensor:
+    """Return the result of `compute`, which depends on `inputs`. A backward pass through it raises
     UnsupportedModelError: experts have no gradients.
 
     Dense weights keep `requires_grad`, as in stock transformers. With it torch takes other kernels
     for some matrix products, which changes the last bit of float32.
     """
-    if not (torch.is_grad_enabled() and x.requires_grad):
+    if not (torch.is_grad_enabled() and any(x.requires_grad for x in inputs)):
         return compute()
-    out: Tensor = _Refusal.apply(x, compute)  # type: ignore[no-untyped-call]
+    out: Tensor = _Refusal.apply(compute, *inputs)  # type: ignore[no-untyped-call]
     return out
 
 
 class _Refusal(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, compute: Callable[[], Tensor]) -> Tensor:
+    def forward(ctx: Any, compute: Callable[[], Tensor], *inputs: Tensor) -> Tensor:
         return compute()
 
     @staticmethod

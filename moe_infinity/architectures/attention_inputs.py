@@ -21,14 +21,15 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingW
 
 from moe_infinity.architectures.module_state import is_stock
 from moe_infinity.errors import UnsupportedModelError
-from moe_infinity.kernels.cpu.decoder_steps import Cached
+from moe_infinity.kernels.cpu.decoder_steps import Cached, States
 from moe_infinity.kernels.kv_layers import GROWING, WINDOWS, kind_of, with_capacity
 
 BUFFERS = "_moe_infinity_buffers"  # an attribute of cache layers
 MIN_ROOM = 64  # tokens
+MASK = "attention_mask"  # the argument of a layer
 # Tensors that a prompt of text has.
 OF_TEXT = (
-    "input_ids", "inputs", "attention_mask", "position_ids", "cache_position", "token_type_ids",
+    "input_ids", "inputs", MASK, "position_ids", "cache_position", "token_type_ids",
 )  # fmt: skip
 
 
@@ -230,6 +231,16 @@ class Angles:
             self._mask = mask
             self._mask_version = version_of(mask)
         return self._numbers
+
+
+def angles_and_mask(
+    angles: Angles | None, kwargs: dict[str, Any], cached: Cached | States
+) -> tuple[tuple[Tensor, Tensor] | None, Tensor | None]:
+    """Return angles and mask of a layer's arguments, as kernels read them; None if it has none."""
+    if angles is None:
+        return None, None
+    mask = angles.mask_of(kwargs.get(MASK), cached.num_tokens)
+    return angles.of(kwargs["position_embeddings"]), mask
 
 
 def hides_nothing(mask: Tensor | None) -> bool:

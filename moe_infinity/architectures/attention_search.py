@@ -22,6 +22,7 @@ from moe_infinity.architectures.model_parts import (
     NORM,
     RESIDUAL_NORM,
     PackedLinear,
+    ReorderedLinear,
     attention_of,
     feed_forward,
     is_linear,
@@ -256,7 +257,8 @@ class LayerTrial(Trial):
         last = feed_forward(layer)
         (name,) = (name for name, child in layer.named_children() if child is last)
         super().__init__(layer, seed=seed, stubs={name: self._stub})
-        for name, linear in self.module.named_modules():
+        for name, module in self.module.named_modules():
+            linear = module.linear if isinstance(module, ReorderedLinear) else module
             if isinstance(linear, PackedLinear):  # which would unpack in every call
                 vars(linear)["forward"] = partial(
                     _multiply, linear.packed, linear.bias, name, unpacked

@@ -41,8 +41,10 @@ from torch import Tensor, nn
 from moe_infinity.architectures.answered_ahead import AnsweredAhead, TensorVersion
 from moe_infinity.architectures.attention_inputs import (
     CACHE_NAMES,
+    MASK,
     Angles,
     KeysAndValues,
+    angles_and_mask,
     cache_in,
     hides_nothing,
     takes_as_stock,
@@ -73,7 +75,6 @@ from moe_infinity.kernels.residents import Residents
 
 MOST_SEQUENCES = 64  # of a step
 # Arguments of a layer that the kernel serves, or that say nothing to it; others only if not given.
-MASK = "attention_mask"
 SERVED = {MASK, "position_embeddings", *CACHE_NAMES}
 KNOWN = SERVED | {"position_ids", "use_cache", "cache_position"}
 
@@ -164,10 +165,7 @@ class DecoderLayer:
     def _with_block(self, x: Tensor, cache_layer: Any, kwargs: dict[str, Any]) -> Tensor:
         """Compute by the kernel up to the experts, then by these or the block around them."""
         cached = self.cache.open(cache_layer)
-        angles = mask = None
-        if self.angles is not None:
-            angles = self.angles.of(kwargs["position_embeddings"])
-            mask = self.angles.mask_of(kwargs.get(MASK), cached.num_tokens)
+        angles, mask = angles_and_mask(self.angles, kwargs, cached)
         attended = self._steps.attend(self._number, x[:, 0], angles, cached, mask)
         self.cache.add_token(cache_layer, cached)
         residual = attended.residual[:, None]
@@ -258,7 +256,7 @@ class KnownRouting:
 
     def connect(self) -> None:
         """Note what the router is like, with all that we change of it."""
-        self._state = ModuleState((), around=[self._module])
+        self._state = ModuleState([self._module])
 
     def change(self) -> str | None:
         """Return what is different from when the model was loaded."""
@@ -276,7 +274,8 @@ class KnownRouting:
             return self._stock(*args, **kwargs)
         x: Tensor = args[0]
         is_unchanged = self._version is not None and self._version.is_of(attended.normed)
-        if not is_unchanged or x.data_ptr() != attended.normed.data_ptr() or self.change():
+        places = {(y.data_ptr(), y.numel(), y.is_contiguous()) for y in (x, attended.normed)}
+        if not is_unchanged or len(places) > 1 or self.change():
             return self._stock(x)
         return attended.logits.to(x.dtype), attended.top_k_weights_BK, attended.top_k_index_BK
 
@@ -347,11 +346,8 @@ class LayersAhead:
             return None
         layers = self._layers[number : number + len(residents)]
         cached = [layer.cache.open(own) for layer, own in zip(layers, cache_layers, strict=True)]
-        angles = mask = None
         shared = next((layer.angles for layer in layers if layer.angles is not None), None)
-        if shared is not None:
-            angles = shared.of(kwargs["position_embeddings"])
-            mask = shared.mask_of(kwargs.get(MASK), cached[0].num_tokens)
+        angles, mask = angles_and_mask(shared, kwargs, cached[0])
         outs, routings = self._steps.run(number, x[:, 0], angles, cached, mask, residents)
         has_mask = mask is not None
         answers = [

@@ -9,7 +9,6 @@ an exception that carries the routing.
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import torch
@@ -20,8 +19,6 @@ from moe_infinity.architectures.adapters import ExpertsModule
 from moe_infinity.architectures.module_state import has_hooks
 from moe_infinity.experts import Ints, Step
 from moe_infinity.predict.predictor import Predictor
-
-logger = logging.getLogger(__name__)
 
 
 class Routed(BaseException):
@@ -91,12 +88,6 @@ class EarlyRouter:
             hook.remove()
         self._hooks = []
         self._made_by.clear()
-        if len(self._norms) < len(self._blocks):
-            logger.info(
-                "early router: %d of %d MoE layers can be asked",
-                len(self._norms),
-                len(self._blocks),
-            )
 
     def hint(self, moe_layer_idx: int, step: Step, predictor: Predictor) -> None:
         """Give the predictor what the router of this MoE layer chooses for the step's tokens,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_infinity.architectures.adapters import CALL_ATTRIBUTE, MoeLayer
-from moe_infinity.architectures.stored_embedding import StoredWeight
+from moe_infinity.architectures.stored_embedding import KeepsStoredWeight, StoredWeight
 from moe_infinity.layout import PackedWeight
 
 NORM = "input_layernorm"
@@ -23,7 +23,7 @@ LINEAR_ATTENTION = "linear_attn"
 RESIDUAL_NORM = "post_attention_layernorm"
 
 
-class PackedLinear(nn.Linear):
+class PackedLinear(KeepsStoredWeight, nn.Linear):
     """A linear layer in the place of an `nn.Linear`. Kernels read `packed`; whoever computes with
     `weight` gets it unpacked, anew each time, and an error for a change of it.
     """
@@ -46,39 +46,35 @@ class PackedLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         return nn.functional.linear(input, self.packed.unpacked(self.dtype), self.bias)
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        """Cast the module, as `float()` does: the weight stays as it is stored."""
-        self.dtype = fn(torch.empty(0, dtype=self.dtype, device="cpu")).dtype
-        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
 
-
-class ReorderedLinear(nn.Module):
+class ReorderedLinear(PackedLinear):
     """A linear layer whose packed weight has its columns in another order. A block of packed
-    numbers has columns of several heads, so the input is brought into that order.
+    numbers has columns of several heads, so the input is brought into that order for `linear`. That
+    is no child: an adapter around all linear layers is around this one.
     """
+
+    linear: PackedLinear
 
     def __init__(self, linear: PackedLinear, columns: Tensor) -> None:
         """`columns` [C] says which of the packed weight's columns belongs to each input."""
-        super().__init__()
-        self.in_features = linear.in_features
-        self.out_features = linear.out_features
-        self.linear = linear
+        super().__init__(linear, linear.packed, linear.dtype)
+        vars(self)["linear"] = linear
         self._columns = columns
         self.inputs = columns.argsort()  # which input belongs to each packed column
 
     @property
-    def weight(self) -> Tensor:
+    def weight(self) -> Tensor:  # type: ignore[override]
         """[R, C]"""
         own = self.linear.weight
         return StoredWeight.of(own.shape, own.dtype, lambda dtype: own.to(dtype)[:, self._columns])
 
-    @property
-    def bias(self) -> Tensor | None:
-        return self.linear.bias
-
     def forward(self, input: Tensor) -> Tensor:
         out: Tensor = self.linear(input[..., self.inputs])
         return out
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        self.linear._apply(fn, recurse)
+        return super()._apply(fn, recurse)
 
 
 Linear = nn.Linear | PackedLinear

@@ -64,7 +64,7 @@ class CalledExperts:
     def answer(self, expert_idx: int, mlp: Callable[..., Tensor], weights: Any) -> None:
         for call in self._calls[expert_idx]:
             run = partial(mlp, weights, *call.args, **call.kwargs)
-            call.answer = without_gradient(call.args[0], run)
+            call.answer = without_gradient(run, call.args[0])
 
 
 class TopKRecorder(TorchFunctionMode):

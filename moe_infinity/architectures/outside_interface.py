@@ -24,12 +24,24 @@ from moe_infinity.experts import NO_EXPERT
 from moe_infinity.kernels.reference import PlainMlp
 
 
-class Outside(Adapter):
+class Called(Adapter):
+    """Modules whose forward method is replaced."""
+
+    is_eager = True
+
+    def connect(self, experts: ExpertsModule, model: nn.Module, layer: MoeLayer) -> None:
+        experts.module.forward = partial(self.forward, experts.module, layer)
+
+    def forward(self, module: Any, layer: MoeLayer, *args: Any) -> Any:
+        """Run in place of the module's forward, with the same arguments."""
+        return layer(*args)
+
+
+class Outside(Called):
     """Classes that compute gate and up, an activation, and down. They have `num_experts`, `act_fn`,
     parameters stacked over experts, and are called with (x_TD, top_k_index_TK, top_k_weights_TK).
     """
 
-    is_eager = True
     gate_up = "gate_up_proj"
     down = "down_proj"
     act = "act_fn"
@@ -66,13 +78,6 @@ class Outside(Adapter):
     def activation(self, module: Any) -> Callable[[Tensor], Tensor]:
         activation: Callable[[Tensor], Tensor] = attrgetter(self.act)(module)
         return activation
-
-    def connect(self, experts: ExpertsModule, model: nn.Module, layer: MoeLayer) -> None:
-        experts.module.forward = partial(self.forward, experts.module, layer)
-
-    def forward(self, module: Any, layer: MoeLayer, *args: Any) -> Any:
-        """Run in place of the module's forward, with the same arguments."""
-        return layer(*args)
 
 
 class LongcatFlash(Outside):
@@ -186,12 +191,10 @@ class Dbrx(Outside):
         return out_BSD
 
 
-class OneModuleEach(Adapter):
+class OneModuleEach(Called):
     """A ModuleList or ModuleDict with one module per expert. One copy of such a module, without
     weights of its own, computes every expert with the weights it is given.
     """
-
-    is_eager = True
 
     def orientation(self, module: Any) -> bool | None:
         return None
@@ -226,13 +229,11 @@ class SwitchTransformers(OneModuleEach):
     (transformers 5.23).
     """
 
-    def connect(self, experts: ExpertsModule, model: nn.Module, layer: MoeLayer) -> None:
-        def forward(x_TD: Tensor, one_hot_T1E: Tensor, top_k_weights_T1: Tensor) -> Tensor:
-            has_none_T1 = ~one_hot_T1E.any(dim=-1)
-            top_k_index_T1 = one_hot_T1E.argmax(dim=-1).masked_fill(has_none_T1, NO_EXPERT)
-            return layer(x_TD, top_k_index_T1, top_k_weights_T1)
-
-        experts.module.forward = forward
+    def forward(self, module: Any, layer: MoeLayer, *args: Any) -> Tensor:
+        x_TD, one_hot_T1E, top_k_weights_T1 = args
+        has_none_T1 = ~one_hot_T1E.any(dim=-1)
+        top_k_index_T1 = one_hot_T1E.argmax(dim=-1).masked_fill(has_none_T1, NO_EXPERT)
+        return layer(x_TD, top_k_index_T1, top_k_weights_T1)
 
 
 class NllbMoe(OneModuleEach):
@@ -251,13 +252,11 @@ class NllbMoe(OneModuleEach):
 
         return scaled
 
-    def connect(self, experts: ExpertsModule, model: nn.Module, layer: MoeLayer) -> None:
-        def forward(x_TD: Tensor, first_choice_TE: Tensor, probabilities_TE: Tensor) -> Tensor:
-            top_k_weights_TK, top_k_index_TK = probabilities_TE.topk(2, dim=1)
-            top_k_index_TK = top_k_index_TK.masked_fill(top_k_weights_TK == 0, NO_EXPERT)
-            return layer(x_TD, top_k_index_TK, top_k_weights_TK)
-
-        experts.module.forward = forward
+    def forward(self, module: Any, layer: MoeLayer, *args: Any) -> Tensor:
+        x_TD, _first_choice_TE, probabilities_TE = args
+        top_k_weights_TK, top_k_index_TK = probabilities_TE.topk(2, dim=1)
+        top_k_index_TK = top_k_index_TK.masked_fill(top_k_weights_TK == 0, NO_EXPERT)
+        return layer(x_TD, top_k_index_TK, top_k_weights_TK)
 
 
 # The classes outside the interface, by name.

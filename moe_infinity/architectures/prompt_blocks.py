@@ -36,6 +36,7 @@ from transformers.utils import output_capturing
 
 from moe_infinity.architectures.adapters import ExpertsModule
 from moe_infinity.architectures.attention_inputs import (
+    MASK,
     cache_in,
     cache_parameter,
     keeps_nothing,
@@ -54,7 +55,6 @@ from moe_infinity.kernels.kv_layers import PACKED, PLAIN, new_cache
 
 logger = logging.getLogger(__name__)
 
-MASK = "attention_mask"
 # Parts of caches of which it is known how many keys a layer gets.
 KNOWN = {LinearAttentionLayer, *PACKED, *PACKED.values(), *PLAIN.values()}
 TRIAL_TOKENS = 144  # in two blocks, which kernels for prompts compute

@@ -40,6 +40,7 @@ from moe_infinity.architectures.early_router import EarlyRouter
 from moe_infinity.architectures.model_parts import (
     Linear,
     PackedLinear,
+    ReorderedLinear,
     feed_forward,
     is_linear,
     rotations_of,
@@ -47,6 +48,7 @@ from moe_infinity.architectures.model_parts import (
     weight_of,
 )
 from moe_infinity.architectures.module_state import (
+    has_hooks,
     is_stock,
     is_watched,
     replace_forward,
@@ -91,7 +93,8 @@ class SmallBatchSteps:
         self._layers = KernelLayers(model, early_router, kv_dtype, blocks)
         for module in model.modules():
             siblings = Siblings()
-            for child in module.children():
+            is_reordered = isinstance(module, ReorderedLinear)
+            for child in [module.linear] if is_reordered else module.children():
                 if is_linear(child):
                     replace_forward(child, partial(siblings.forward, child))
             vars(module)[MARK] = True
@@ -238,7 +241,7 @@ class Siblings:
         if not is_for_kernel or _is_torchs(linear, rows.numel(), input.dtype):
             return own(linear, input)
         place, out = self._products.take(linear, input) or (None, None)
-        if place != place_of(linear):
+        if place != place_of(linear) or has_hooks(linear):  # one may have changed the weight
             out = self._multiply(linear, input)
         if out is None:
             return own(linear, input)

@@ -51,13 +51,34 @@ class StoredRows(Protocol):
         """Return [R, C]."""
 
 
-class StoredEmbedding(nn.Embedding):
+class KeepsStoredWeight(nn.Module):
+    """A module whose `weight` is no parameter: it stays as the checkpoint stores it."""
+
+    dtype: torch.dtype  # that the weight is read in
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Raise RuntimeError for a weight that somebody sets."""
+        if name == "weight":
+            raise RuntimeError(CANNOT_CHANGE)
+        super().register_parameter(name, param)
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        if f"{prefix}weight" in state_dict:
+            raise RuntimeError(f"{prefix}weight: {CANNOT_CHANGE}")
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        """Cast the module, as `float()` does: the weight stays as it is stored."""
+        self.dtype = fn(torch.empty(0, dtype=self.dtype, device="cpu")).dtype
+        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+
+
+class StoredEmbedding(KeepsStoredWeight, nn.Embedding):
     """An embedding in the place of an `nn.Embedding`. What its class does beside the look-up, such
     as scaling, goes on. Other readers of `weight` get all rows, anew each time.
     """
 
     rows: StoredRows
-    dtype: torch.dtype
 
     @staticmethod
     def take_over(embedding: nn.Embedding, rows: StoredRows, dtype: torch.dtype) -> None:
@@ -94,19 +115,8 @@ class StoredEmbedding(nn.Embedding):
         shape = self.num_embeddings, self.embedding_dim
         return StoredWeight.of(shape, self.dtype, self.rows.whole)
 
-    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """Raise RuntimeError for a weight that somebody sets."""
-        if name == "weight":
-            raise RuntimeError(CANNOT_CHANGE)
-        super().register_parameter(name, param)
-
     def forward(self, input: Tensor) -> Tensor:
         return self.rows.look_up(input, self.dtype)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        """Cast the module, as `float()` does: the rows stay as they are stored."""
-        self.dtype = fn(torch.empty(0, dtype=self.dtype, device="cpu")).dtype
-        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
 
 
 class _Zeros:

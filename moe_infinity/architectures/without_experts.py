@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial, wraps
+from threading import RLock
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from moe_infinity.architectures.adapters import ExpertsModule
+from moe_infinity.architectures.adapters import BACKEND, ExpertsModule
 from moe_infinity.architectures.module_state import stock_forward
 from moe_infinity.errors import UnsupportedModelError
 
@@ -112,24 +113,26 @@ def refuse_graphs() -> None:
 
 
 def refuse_what_needs_experts(
-    model: PreTrainedModel, layers: Iterable[ExpertsModule], *, checkpoint: str, backend: str
+    model: PreTrainedModel, layers: Iterable[ExpertsModule], *, checkpoint: str, lock: RLock
 ) -> None:
-    """Let `model`, the models inside it and its experts modules refuse what they cannot do. Their
-    experts implementation stays `backend`.
+    """Let `model`, the models inside it and its experts modules refuse what they cannot do. Each
+    model runs with `lock`: kernels keep what they know of a step.
     """
     left_out = [f"{layer.name}.{path}" for layer in layers for path in layer.paths]
     on_disk = torch.empty(0, dtype=torch.bool, device="meta").as_subclass(OnDisk)
     for name in left_out:
-        owner, _, attribute = name.rpartition(".")
-        vars(model.get_submodule(owner))[attribute] = on_disk
+        path, _, attribute = name.rpartition(".")
+        owner = model.get_submodule(path)
+        vars(owner)[attribute] = on_disk
+        owner.register_load_state_dict_pre_hook(partial(_refuse_key, attribute))
     for part in model.modules():
         if isinstance(part, PreTrainedModel):
             methods: dict[str, Any] = {
                 method: partial(refuse, what.format(checkpoint=checkpoint))
                 for method, what in REFUSED.items()
             }
-            methods["set_experts_implementation"] = partial(_keep_implementation, backend)
-            methods["forward"] = _checked(part, left_out)
+            methods["set_experts_implementation"] = _keep_implementation
+            methods["forward"] = _checked(part, left_out, lock)
             methods["_apply"] = partial(_apply_in_place, part)
             vars(part).update(methods)
 
@@ -144,9 +147,14 @@ def _apply_in_place(
     return type(part)._apply(part, fn, recurse)
 
 
-def _keep_implementation(backend: str, experts_implementation: str | dict[str, str]) -> None:
+def _refuse_key(key: str, _: Any, state: Mapping[str, Any], prefix: str, *__: Any) -> None:
+    if prefix + key in state:
+        refuse(f"cannot load other experts ({prefix}{key}); change them in the checkpoint")
+
+
+def _keep_implementation(experts_implementation: str | dict[str, str]) -> None:
     asked = experts_implementation
-    others = (set(asked.values()) if isinstance(asked, dict) else {asked}) - {backend}
+    others = (set(asked.values()) if isinstance(asked, dict) else {asked}) - {BACKEND}
     if others:
         refuse(
             f"cannot change to the experts implementation {' or '.join(sorted(map(str, others)))}\n"
@@ -154,7 +162,7 @@ def _keep_implementation(backend: str, experts_implementation: str | dict[str, s
         )
 
 
-def _checked(part: PreTrainedModel, left_out: Iterable[str]) -> Callable[..., Any]:
+def _checked(part: PreTrainedModel, left_out: Iterable[str], lock: RLock) -> Callable[..., Any]:
     """The forward method of a model after a look at what was done to the model."""
     stock = stock_forward(part)
 
@@ -166,6 +174,7 @@ def _checked(part: PreTrainedModel, left_out: Iterable[str]) -> Callable[..., An
             for target in getattr(adapter, "target_parameters", None) or ():
                 if any(f".{name}".endswith(f".{target}") for name in left_out):
                     refuse(f"cannot have adapters on its experts (target_parameters {target!r})")
-        return stock(*args, **kwargs)
+        with lock:
+            return stock(*args, **kwargs)
 
     return uncompiled(forward)

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
-from functools import cached_property, wraps
+from dataclasses import dataclass, replace
+from functools import cached_property, partial, wraps
 from threading import RLock
 from typing import Any
 
@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 from transformers.integrations.moe import ExpertsInterface, grouped_mm_experts_forward
 
 from moe_infinity.architectures.adapters import (
+    BACKEND,
     CALL_ATTRIBUTE,
     ExpertCalls,
     ExpertsModule,
@@ -193,9 +194,6 @@ class StepReader:
             undo()
 
 
-BACKEND = "moe_infinity"  # the name of our experts implementation in transformers
-
-
 def experts_forward(
     self: Any, x_TD: Tensor, top_k_index_TK: Tensor, top_k_weights_TK: Tensor
 ) -> Tensor:
@@ -213,58 +211,49 @@ def register() -> None:
     ExpertsInterface.register(BACKEND, experts_forward)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class EngineLayer:
     """One MoE layer of a model's experts, as adapters call it."""
 
-    def __init__(
-        self,
-        experts: Experts,
-        moe_layer_idx: int,
-        absent: AbsentWeights,
-        early_router: EarlyRouter | None,
-        blocks: PromptBlocks,
-    ) -> None:
-        self._experts = experts
-        self._blocks = blocks
-        self._moe_layer_idx = moe_layer_idx
-        self._absent = absent
-        self._early_router = early_router
+    experts: Experts
+    moe_layer_idx: int
+    absent: AbsentWeights
+    early_router: EarlyRouter | None
+    blocks: PromptBlocks
 
     @uncompiled
     def __call__(self, x_TD: Tensor, top_k_index_TK: Tensor, top_k_weights_TK: Tensor) -> Tensor:
         if self._is_asked_early:
             raise Routed(top_k_index_TK.cpu().numpy())
-        if self._blocks.is_trying:
+        if self.blocks.is_trying:
             return x_TD.flip(-1) * 0.5
-        self._absent.require_untouched()
-        layer_idx = self._moe_layer_idx
-        return without_gradient(
-            x_TD, lambda: self._experts.layer(layer_idx, x_TD, top_k_index_TK, top_k_weights_TK)
-        )
+        self.absent.require_untouched()
+        inputs = x_TD, top_k_index_TK, top_k_weights_TK
+        return without_gradient(partial(self.experts.layer, self.moe_layer_idx, *inputs), *inputs)
 
     @uncompiled
     def answer_calls(self, calls: ExpertCalls, routing: Routing) -> None:
         if self._is_asked_early:
             raise Routed(routing.top_k_index_TK)
-        if self._blocks.is_trying:
+        if self.blocks.is_trying:
             raise Differs("its experts are called one by one")
-        self._absent.require_untouched()
-        self._experts.local.answer_calls(self._moe_layer_idx, routing, calls)
+        self.absent.require_untouched()
+        self.experts.local.answer_calls(self.moe_layer_idx, routing, calls)
 
     def residents(self) -> Residents | None:
         """The layer's experts, if those of all layers are in memory and none has to leave."""
-        if self._is_asked_early or self._absent.were_touched():
+        if self._is_asked_early or self.absent.were_touched():
             return None
-        return self._experts.local.residents(self._moe_layer_idx)
+        return self.experts.local.residents(self.moe_layer_idx)
 
     def note(self, top_k_index_TK: Ints) -> None:
         """Those were computed for these tokens."""
-        self._experts.local.note_residents(self._moe_layer_idx, top_k_index_TK)
+        self.experts.local.note_residents(self.moe_layer_idx, top_k_index_TK)
 
     @property
     def _is_asked_early(self) -> bool:
         """True if the routing is all that is wanted."""
-        return self._early_router is not None and self._early_router.is_asking
+        return self.early_router is not None and self.early_router.is_asking
 
 
 def attach(
@@ -277,4 +266,5 @@ def attach(
     """Let the experts modules of `model` call `experts`."""
     for moe_layer_idx, layer in enumerate(layers):
         absent = AbsentWeights(layer.name, layer.module)
-        layer.connect(model, EngineLayer(experts, moe_layer_idx, absent, early_router, blocks))
+        called = EngineLayer(experts, moe_layer_idx, absent, early_router, blocks)
+        layer.adapter.connect(layer, model, called)

@@ -215,7 +215,7 @@ class _NoExperts:
 def _without_experts(model: PreTrainedModel, plan: Plan) -> Iterator[None]:
     """Inside, the experts of every layer give zeros."""
     for layer in plan.layers:
-        layer.connect(model, _NoExperts())
+        layer.adapter.connect(layer, model, _NoExperts())
     try:
         yield
     finally:  # what adapters may have replaced; the model connects its experts next

@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
-from moe_infinity.architectures.attention_inputs import CACHE_NAMES, cache_in, cache_parameter
+from moe_infinity.architectures.attention_inputs import CACHE_NAMES, MASK, cache_in, cache_parameter
 from moe_infinity.architectures.module_state import ModuleState
 from moe_infinity.architectures.trial import Found
 from moe_infinity.gpu.cached_step import (
@@ -46,7 +46,6 @@ logger = logging.getLogger(__name__)
 
 WARM_UP_STEPS = 1  # of a kind, before it is captured: kernels are compiled in them
 MOST_GRAPHS = 32
-MASK = "attention_mask"
 POSITIONS = "position_ids"
 
 

@@ -61,6 +61,22 @@ def pre_hook(module: nn.Module) -> Undo:
 
 
 @contextmanager
+def pre_hook_in_place(module: nn.Module) -> Undo:
+    """Another weight in each call, which nothing but the hook can tell."""
+    weight = module.get_parameter(the_float_parameter(module) or "")
+    own = weight.detach().clone()
+    calls: list[Any] = []
+
+    def change(module: nn.Module, args: Any) -> None:
+        calls.append(None)
+        weight.data.copy_(own * (1.5 if len(calls) % 2 else 0.5))
+
+    with module.register_forward_pre_hook(change):
+        yield
+    weight.data.copy_(own)
+
+
+@contextmanager
 def patched_forward(module: nn.Module) -> Undo:
     before = vars(module).get("forward")
     own = module.forward
@@ -229,6 +245,7 @@ def has_weight(module: nn.Module) -> bool:
 CHANGES: dict[Change, Callable[[nn.Module], bool]] = {
     forward_hook: lambda module: True,
     pre_hook: lambda module: has_weight(module) or bool(inner_of(module)),
+    pre_hook_in_place: has_weight,
     patched_forward: lambda module: True,
     patched_class: lambda module: not isinstance(module, nn.Linear),
     in_place: has_weight,

@@ -356,6 +356,8 @@ def test_columns_of_whole_heads_may_be_reordered(own_layer, are_whole):
     columns = (heads.flip(0) if are_whole else heads.T).flatten()
     packed: Any = nn.Linear(wanted.shape[1], wanted.shape[0], bias=False)
     packed.weight = nn.Parameter(wanted[:, columns.argsort()].contiguous())
+    packed.packed = None
+    packed.dtype = torch.float32
     attention.out_proj = ReorderedLinear(packed, columns)
     assert torch.equal(attention.out_proj.weight, wanted)
     assert isinstance(find_delta_rule(own_layer), Found if are_whole else FellBack)

@@ -72,7 +72,7 @@ def connected(loop: Any) -> tuple[Any, Any, Any]:
     experts = LIST.describe("block.experts", block.experts)
     weights: list[Any] = [dict(expert.named_parameters()) for expert in stock.experts]
     layer: Any = AtOnce(experts, weights)
-    experts.connect(model, layer)
+    experts.adapter.connect(experts, model, layer)
     return block, stock, layer
 
 

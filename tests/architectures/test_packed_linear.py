@@ -65,5 +65,23 @@ def test_a_change_is_an_error(kind: str, change: Callable[[Tensor], Any]):
     layer = layer_of(Packed(), kind)
     with torch.no_grad(), pytest.raises(RuntimeError, match="cannot be changed"):
         change(layer.weight)
-    with pytest.raises((AttributeError, KeyError)):
+    with pytest.raises(RuntimeError, match="cannot be changed"):
         layer.weight = nn.Parameter(torch.zeros(3, 4))
+
+
+@pytest.mark.parametrize("kind", ["packed", "reordered"])
+def test_a_weight_that_is_loaded_is_an_error_and_a_bias_is_not(kind: str):
+    layer = nn.Sequential(layer_of(Packed(), kind))
+    with pytest.raises(RuntimeError, match="0.weight: .*cannot be changed"):
+        layer.load_state_dict({"0.weight": WEIGHT}, strict=False)
+    assert [*layer.state_dict()] == ["0.bias"]
+    layer.load_state_dict({"0.bias": torch.ones(3)})
+    expected = WEIGHT.sum(dim=1) + 1
+    assert torch.equal(layer(torch.ones(4)), expected)
+
+
+@pytest.mark.parametrize("kind", ["packed", "reordered"])
+def test_adapters_see_one_linear_layer(kind: str):
+    layer = layer_of(Packed(), kind)
+    assert [module for module in layer.modules() if isinstance(module, nn.Linear)] == [layer]
+    assert [*dict(layer.named_parameters())] == ["bias"]

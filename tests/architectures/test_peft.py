@@ -15,10 +15,13 @@ import transformers
 from torch import Tensor
 
 from moe_infinity import CheckpointError, MoE, UnsupportedModelError
-from moe_infinity.architectures.model_parts import PackedLinear
+from moe_infinity.architectures.model_parts import PackedLinear, ReorderedLinear
+from tests import gguf_files
 from tests.architectures.test_decoder_layers import TOKENS, logits_of, saved
+from tests.gguf_models import WIDE
 from tests.peft_warnings import IGNORED
 from tests.quantized_checkpoints import build
+from tools.convert_to_gguf import convert
 
 peft = pytest.importorskip("peft")
 pytestmark = [pytest.mark.arithmetic, *IGNORED]
@@ -125,6 +128,30 @@ def test_layers_that_stay_packed_take_adapters(exact, tmp_path):
         assert (found - plain).abs().max() > 1e-2 * plain.abs().max()
         with adapter.disable_adapter():
             assert_close(steps(adapter), plain)
+
+
+def test_layers_of_gguf_files_with_other_columns_take_adapters(tmp_path):
+    """The last linear layer of linear attention in Qwen3.5."""
+    heads = {"linear_num_value_heads": 8, "linear_num_key_heads": 2, "linear_value_head_dim": 64}
+    folder = gguf_files.build("qwen3_5_moe_text", tmp_path / "model", **WIDE, **heads)
+    convert(folder, tmp_path / "packed.gguf", "q8_0")
+    wide = gguf_files.widen(tmp_path / "packed.gguf", tmp_path / "wide.gguf")
+    targets = ["out_proj", "in_proj_z", "o_proj"]
+    found = {}
+    for file in (tmp_path / "packed.gguf", wide):
+        with MoE(file, dtype="float32") as moe, torch.no_grad():
+            moe.preload()
+            kinds = {type(layer) for layer in moe.model.modules()}
+            assert (ReorderedLinear in kinds) == (file != wide)
+            plain = logits_of(moe.model, TOKENS[:1, :9] % 60)
+            adapter = adapted(moe.model, peft.LoraConfig(target_modules=targets, **RANDOM))
+            names = [name for name, _ in adapter.named_parameters() if "lora_A" in name]
+            found[file] = names, logits_of(adapter, TOKENS[:1, :9] % 60)
+            assert (found[file][1] - plain).abs().max() > 1e-2 * plain.abs().max()
+    (names, of_packed), (names_of_wide, of_wide) = found.values()
+    assert names == names_of_wide
+    assert any(".out_proj.lora_A" in name for name in names)
+    assert_close(of_packed, of_wide)
 
 
 def test_an_adapter_in_the_folder_of_a_model_is_loaded_with_it(tmp_path):
