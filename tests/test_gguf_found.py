@@ -66,3 +66,19 @@ def test_a_draft_is_no_second_model(folder, tmp_path, name):
         shutil.copy(folder / "q8_0.gguf", tmp_path / each)
     assert find_gguf(str(tmp_path)) == tmp_path / "M-MTP-Q8_0.gguf"
     assert gguf_models(["MTP/m.gguf", "m-mtp/m.gguf", "m.gguf"]) == ["m-mtp/m.gguf", "m.gguf"]
+
+
+def test_a_file_is_found_one_folder_down(folder, tmp_path):
+    """As `hf download ORG/MODEL-GGUF --include "*Q8_0*" --local-dir here` leaves it."""
+    (tmp_path / "Q8_0").mkdir()
+    shutil.copy(folder / "q8_0.gguf", tmp_path / "Q8_0" / "m.gguf")
+    (tmp_path / "mmproj-F16.gguf").touch()
+    (tmp_path / "README.md").touch()
+    assert find_gguf(str(tmp_path)) == tmp_path / "Q8_0" / "m.gguf"
+    with MoE(tmp_path / "Q8_0") as moe:
+        assert moe.generate(IDS, max_new_tokens=1).shape == (1, 3)
+    shutil.copytree(tmp_path / "Q8_0", tmp_path / "Q4_0")
+    with pytest.raises(CheckpointError, match="several GGUF files, name one of them: Q4_0/m.gguf"):
+        MoE(tmp_path)
+    shutil.copy(folder / "q8_0.gguf", tmp_path / "m.gguf")
+    assert find_gguf(str(tmp_path)) == tmp_path / "m.gguf"

@@ -61,7 +61,7 @@ class DeltaProducts(NamedTuple):
         return LinearAttention(
             products=tuple(map(weight_of, linears)),
             out=weight_of(out),
-            out_bias=out.bias,
+            out_bias=module.out_proj.bias,
             router=router,
             shape=shape,
             convolution=convolution,

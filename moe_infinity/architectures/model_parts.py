@@ -58,6 +58,7 @@ class ReorderedLinear(PackedLinear):
     def __init__(self, linear: PackedLinear, columns: Tensor) -> None:
         """`columns` [C] says which of the packed weight's columns belongs to each input."""
         super().__init__(linear, linear.packed, linear.dtype)
+        linear.register_parameter("bias", None)  # it is this layer's
         vars(self)["linear"] = linear
         self._columns = columns
         self.inputs = columns.argsort()  # which input belongs to each packed column
@@ -70,7 +71,7 @@ class ReorderedLinear(PackedLinear):
 
     def forward(self, input: Tensor) -> Tensor:
         out: Tensor = self.linear(input[..., self.inputs])
-        return out
+        return out if self.bias is None else out + self.bias
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         self.linear._apply(fn, recurse)

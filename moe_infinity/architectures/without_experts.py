@@ -121,11 +121,12 @@ def refuse_what_needs_experts(
     left_out = [f"{layer.name}.{path}" for layer in layers for path in layer.paths]
     on_disk = torch.empty(0, dtype=torch.bool, device="meta").as_subclass(OnDisk)
     for name in left_out:
-        path, _, attribute = name.rpartition(".")
-        owner = model.get_submodule(path)
-        vars(owner)[attribute] = on_disk
-        owner.register_load_state_dict_pre_hook(partial(_refuse_key, attribute))
-    for part in model.modules():
+        owner, _, attribute = name.rpartition(".")
+        vars(model.get_submodule(owner))[attribute] = on_disk
+    experts = {layer.name for layer in layers}
+    for path, part in model.named_modules():
+        if isinstance(part, PreTrainedModel) or path in experts:  # before anything is loaded
+            part.register_load_state_dict_pre_hook(partial(_refuse_keys, left_out, path))
         if isinstance(part, PreTrainedModel):
             methods: dict[str, Any] = {
                 method: partial(refuse, what.format(checkpoint=checkpoint))
@@ -147,9 +148,13 @@ def _apply_in_place(
     return type(part)._apply(part, fn, recurse)
 
 
-def _refuse_key(key: str, _: Any, state: Mapping[str, Any], prefix: str, *__: Any) -> None:
-    if prefix + key in state:
-        refuse(f"cannot load other experts ({prefix}{key}); change them in the checkpoint")
+def _refuse_keys(
+    left_out: Iterable[str], path: str, _: Any, state: Mapping[str, Any], prefix: str, *__: Any
+) -> None:
+    for name in left_out:
+        key = prefix + name.removeprefix(path).removeprefix(".")
+        if key in state:
+            refuse(f"cannot load other experts ({key}); change them in the checkpoint")
 
 
 def _keep_implementation(experts_implementation: str | dict[str, str]) -> None:

@@ -100,8 +100,8 @@ def gguf_parts(name: str) -> list[str]:
 
 def find_gguf(checkpoint: str) -> Path | None:
     """The GGUF file that a path names: the path itself, or the only model in a folder without a
-    config.json or other weights, vision parts (mmproj) left aside. None if it names no GGUF file.
-    Raises CheckpointError for a folder with several.
+    config.json or other weights, or one level below, vision parts (mmproj) left aside. None if it
+    names no GGUF file. Raises CheckpointError for a folder with several.
     """
     path = expanded(checkpoint)
     is_folder = os.path.isdir(path)  # False for one that may not be entered, and for long texts
@@ -112,8 +112,9 @@ def find_gguf(checkpoint: str) -> Path | None:
     weights = [form.format(name) for name in WHOLE for form in ("{}", INDEX)]
     if (path / "config.json").exists() and any((path / name).exists() for name in weights):
         return None
-    names = sorted(file.name for file in path.glob("*.gguf"))
-    models = gguf_models(names)
+    files = sorted([*path.glob("*.gguf"), *path.glob("*/*.gguf")])  # on the hub a folder for each
+    names = [file.relative_to(path).as_posix() for file in files]
+    models = gguf_models(name for name in names if "/" not in name) or gguf_models(names)
     if len(models) > 1:
         first = ", ".join(models[:4])
         raise CheckpointError(f"{path}: several GGUF files, name one of them: {first}")

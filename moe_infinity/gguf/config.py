@@ -23,7 +23,11 @@ MAY_BE_ZERO = (
     "first_k_dense_replace", "moe_layer_start_index", "moe_num_shared_experts", "n_shared_experts",
     "num_shared_experts", "shared_intermediate_size",
 )  # fmt: skip
-ABSENT_IF_ZERO = ("expert_weights_scale", "expert_group_count", "expert_group_used_count")
+ABSENT_IF_ZERO = (
+    "attention.clamp_kqv", "attention.scale", "embedding_scale", "expert_group_count",
+    "expert_group_used_count", "expert_weights_scale", "final_logit_softcapping", "logit_scale",
+    "residual_scale",
+)  # fmt: skip
 NOT_SIZES = (  # may be larger
     "max_position_embeddings", "model_max_length", "sliding_window", "rope_theta",
 )  # fmt: skip
@@ -75,6 +79,7 @@ def config_of(gguf: GgufModel) -> Any:
 def _fields(gguf: GgufModel, known: Metadata) -> dict[str, Any]:
     """All fields of the config. Metadata that are of no model may raise anything."""
     found = _mapped(gguf, known) | _from_tensors(gguf)
+    _require_groups(gguf)
     ids = gguf.vocabulary.ids
     ends = gguf.vocabulary.ends()
     found |= {
@@ -90,6 +95,18 @@ def _fields(gguf: GgufModel, known: Metadata) -> dict[str, Any]:
     if known.has_positions and "rope_parameters" not in found:
         found["rope_parameters"] = _positions(gguf, known, found)
     return found
+
+
+def _require_groups(gguf: GgufModel) -> None:
+    """Raise CheckpointError for experts in groups of which no token could choose some."""
+    groups = gguf.value("expert_group_count") or 1
+    experts = gguf.value("expert_count", 0)
+    used = gguf.value("expert_group_used_count", 0)
+    if groups > 1 and (experts % groups or experts < 2 * groups or not 0 < used <= groups):
+        raise CheckpointError(
+            f"{gguf.files[0]}: {gguf.architecture}.expert_group_count is {groups!r:.40} with "
+            f"{experts!r:.40} experts, of which a token uses {used!r:.40} groups"
+        )
 
 
 def _positions(gguf: GgufModel, known: Metadata, found: dict[str, Any]) -> dict[str, Any]:

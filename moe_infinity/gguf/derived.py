@@ -8,9 +8,15 @@ from typing import Any
 
 from moe_infinity.errors import CheckpointError, UnsupportedModelError
 from moe_infinity.gguf.file import GgufModel
-from moe_infinity.gguf.rope import proportional_rope, rope_parameters, two_ropes
+from moe_infinity.gguf.rope import (
+    proportional_rope,
+    require_one_base,
+    rope_parameters,
+    two_ropes,
+)
 
 THETA_SWA = 1e4  # of layers with a window, where llama.cpp has one that no key says
+UNREACHED_WINDOW = 1 << 30  # tokens
 BIASES = ("attn_q.bias", "attn_qkv.bias")
 
 
@@ -150,13 +156,27 @@ def nemotron(gguf: GgufModel) -> dict[str, Any]:
     }
 
 
+def granite_scale(gguf: GgufModel) -> dict[str, Any]:
+    """Return what scores of Granite's models are multiplied by where the file does not say it."""
+    if gguf.value("attention.scale"):
+        return {}
+    width = gguf.value("embedding_length") // one_of(gguf.value("attention.head_count"))
+    return {"attention_multiplier": gguf.value("attention.key_length", width) ** -0.5}
+
+
 def granite_hybrid(gguf: GgufModel) -> dict[str, Any]:
     """Return which layers have attention, and what Mamba and positions are."""
-    return by_keys(gguf, "linear_attention") | {
-        "mamba_d_head": recurrent_head(gguf),
-        "mamba_expand": gguf.value("ssm.inner_size") // gguf.value("embedding_length"),
-        "position_embedding_type": "rope" if gguf.value("rope.scaling.finetuned", True) else None,
-    }
+    return (
+        by_keys(gguf, "linear_attention")
+        | granite_scale(gguf)
+        | {
+            "mamba_d_head": recurrent_head(gguf),
+            "mamba_expand": gguf.value("ssm.inner_size") // gguf.value("embedding_length"),
+            "position_embedding_type": "rope"
+            if gguf.value("rope.scaling.finetuned", True)
+            else None,
+        }
+    )
 
 
 def has_tensor(gguf: GgufModel, *ends: str) -> bool:
@@ -186,17 +206,45 @@ def windows(gguf: GgufModel) -> dict[str, Any]:
     return {"layer_types": [kinds[bool(each)] for each in pattern]}
 
 
-def windows_by_period(gguf: GgufModel, period: int) -> dict[str, Any]:
+def windows_by_period(gguf: GgufModel, period: int, *, full_is_first: bool) -> dict[str, Any]:
     """Return which layers have a sliding window. A file that does not list them may have another
-    period: the first layer of each has none.
+    period: the first or the last layer of each has none.
     """
     every = gguf.value("attention.sliding_window_pattern", period)
     if isinstance(every, list):
         return windows(gguf)
     if type(every) is not int or every < 0:
         raise CheckpointError(f"{gguf.files[0]}: no pattern of layers with a window")
-    is_full = [every > 0 and at % every == 0 for at in range(gguf.num_layers)]
+    full = 0 if full_is_first else every - 1
+    is_full = [every > 0 and at % every == full for at in range(gguf.num_layers)]
     return {"layer_types": ["full_attention" if full else "sliding_attention" for full in is_full]}
+
+
+def windows_if_any(gguf: GgufModel, period: int, *, full_is_first: bool) -> dict[str, Any]:
+    """Return the same of models that may have no windows."""
+    if gguf.value("attention.sliding_window", 0) > 0:
+        return windows_by_period(gguf, period, full_is_first=full_is_first)
+    return {"layer_types": ["full_attention"] * gguf.num_layers}
+
+
+def afmoe(gguf: GgufModel) -> dict[str, Any]:
+    """Return the windows of AFMoE, which rotates in layers with a window only: without one, they
+    see all. Raises UnsupportedModelError for another period.
+    """
+    require_one_base(gguf)
+    kinds = windows_by_period(gguf, 4, full_is_first=False)["layer_types"]
+    usual = ["full_attention" if at % 4 == 3 else "sliding_attention" for at in range(len(kinds))]
+    if kinds != usual:
+        raise UnsupportedModelError(
+            f"{gguf.files[0]}: afmoe.attention.sliding_window_pattern is another than of 4 layers"
+        )
+    return {"sliding_window": gguf.value("attention.sliding_window") or UNREACHED_WINDOW}
+
+
+def gpt_oss(gguf: GgufModel) -> dict[str, Any]:
+    """Return the kinds of layers of gpt-oss."""
+    require_one_base(gguf)
+    return windows_if_any(gguf, 2, full_is_first=False)
 
 
 def llama4(gguf: GgufModel) -> dict[str, Any]:
@@ -234,18 +282,18 @@ def mimo2(gguf: GgufModel) -> dict[str, Any]:
 
 def exaone(gguf: GgufModel) -> dict[str, Any]:
     """Return the kinds of layers of K-EXAONE."""
-    return windows(gguf) | dense_first(gguf)
+    return windows_by_period(gguf, 4, full_is_first=False) | dense_first(gguf)
 
 
 def mellum(gguf: GgufModel) -> dict[str, Any]:
     """Return the kinds of layers of Mellum."""
-    return windows(gguf) | two_ropes(gguf)
+    return windows_if_any(gguf, 4, full_is_first=False) | two_ropes(gguf)
 
 
 def cohere2(gguf: GgufModel) -> dict[str, Any]:
     """Return the kinds of layers of Cohere's models, and what norms add to the mean."""
     is_softmax = one_of(gguf.value("expert_gating_func")) == 1
-    return windows_by_period(gguf, 4) | dense_first(gguf) | {
+    return windows_by_period(gguf, 4, full_is_first=True) | dense_first(gguf) | {
         "expert_selection_fn": "softmax" if is_softmax else "sigmoid",
         "layer_norm_eps": gguf.value("attention.layer_norm_epsilon", 1e-5),
         "rms_norm_eps": gguf.value("attention.layer_norm_rms_epsilon"),  # None: LayerNorm
@@ -259,9 +307,7 @@ def laguna(gguf: GgufModel) -> dict[str, Any]:
         raise CheckpointError(f"{gguf.files[0]}: laguna.attention.head_count is {heads!r:.40}")
     gate = gguf.tensors.get("blk.0.attn_gate.weight")
     is_by_head = gate is None or gate.shape[0] == heads[0]
-    kinds: dict[str, Any] = {"layer_types": ["full_attention"] * gguf.num_layers}
-    if gguf.value("attention.sliding_window", 0) > 0:
-        kinds = windows_by_period(gguf, 4)
+    kinds = windows_if_any(gguf, 4, full_is_first=True)
     return two_ropes(gguf) | dense_first(gguf) | attention_bias(gguf) | kinds | {
         "gating": "per-head" if is_by_head else "per-element",
         "num_attention_heads": heads[0], "num_attention_heads_per_layer": heads,
@@ -272,8 +318,9 @@ def granite(gguf: GgufModel) -> dict[str, Any]:
     """Return the class of Granite's models that have a shared expert."""
     width = gguf.value("expert_shared_feed_forward_length")
     if not width:
-        return {}
-    return {"model_type": "granitemoeshared", "shared_intermediate_size": width}
+        return granite_scale(gguf)
+    shared = {"model_type": "granitemoeshared", "shared_intermediate_size": width}
+    return granite_scale(gguf) | shared
 
 
 def minimax_m3(gguf: GgufModel) -> dict[str, Any]:

@@ -193,11 +193,11 @@ STEP35_FIELDS = WINDOW | QWEN_FIELDS | {
 METADATA: dict[str, Metadata] = {
     "afmoe": Metadata(
         "afmoe", "qwen3_moe", AFMOE_FIELDS, {"mup_enabled": True, "num_shared_experts": 0},
-        neutral=OF_SIGMOID,
+        neutral=OF_SIGMOID, derived=derived.afmoe,
     ),
     "cohere2moe": Metadata(
         "cohere2_moe", "qwen3_moe", COHERE2_FIELDS,
-        {"num_shared_experts": 0, "norm_topk_prob": False},
+        {"num_shared_experts": 0, "norm_topk_prob": False, "logit_scale": 1.0},
         neutral={"expert_gating_func": (2, 0, 1)}, derived=derived.cohere2,
     ),
     "deepseek2": Metadata(
@@ -244,27 +244,31 @@ METADATA: dict[str, Metadata] = {
     ),
     "gpt-oss": Metadata(
         "gpt_oss", "gpt_oss", WINDOW,
-        yarn={"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
+        yarn={"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}, derived=derived.gpt_oss,
     ),
     "granitehybrid": Metadata(
         "granitemoehybrid", "qwen2", LOCAL_EXPERTS | GRANITE_SCALES | GRANITE_FIELDS,
         derived=derived.granite_hybrid,
     ),
     "granitemoe": Metadata(
-        "granitemoe", "qwen2", LOCAL_EXPERTS | GRANITE_SCALES, derived=derived.granite
+        "granitemoe", "qwen2", LOCAL_EXPERTS | GRANITE_SCALES,
+        neutral={"rope.scaling.finetuned": (True,)},  # False: nothing is rotated
+        derived=derived.granite,
     ),
     "hunyuan-moe": Metadata(
         "hunyuan_v1_moe", "qwen3_moe", {"expert_used_count": "moe_topk"},
         derived=derived.attention_bias,
     ),
     "hy_v3": Metadata(
-        "hy_v3", "qwen3_moe", HY_V3_FIELDS, neutral=OF_SIGMOID, derived=derived.dense_first
+        "hy_v3", "qwen3_moe", HY_V3_FIELDS, {"router_scaling_factor": 1.0}, neutral=OF_SIGMOID,
+        derived=derived.dense_first,
     ),
     "jamba": Metadata(
         "jamba", "qwen2_moe", JAMBA_FIELDS, has_positions=False, derived=derived.jamba
     ),
     "kimi-linear": Metadata(
-        "kimi_linear", "qwen3_moe", KIMI_LINEAR_FIELDS, {"q_lora_rank": None},
+        "kimi_linear", "qwen3_moe", KIMI_LINEAR_FIELDS,
+        {"q_lora_rank": None, "routed_scaling_factor": 1.0},
         neutral=OF_SIGMOID, derived=latent.kimi_linear,
     ),
     "laguna": Metadata(
@@ -292,7 +296,8 @@ METADATA: dict[str, Metadata] = {
         "minimax_m2", "qwen3_moe", LOCAL_EXPERTS, has_partial_rotary=True, neutral=OF_SIGMOID
     ),
     "minimax-m3": Metadata(
-        "minimax_m3_vl_text", "qwen3_moe", MINIMAX_M3_FIELDS, has_partial_rotary=True,
+        "minimax_m3_vl_text", "qwen3_moe", MINIMAX_M3_FIELDS, {"routed_scaling_factor": 1.0},
+        has_partial_rotary=True,
         neutral=OF_SIGMOID, derived=derived.minimax_m3,
     ),
     "mistral4": Metadata(
@@ -301,8 +306,8 @@ METADATA: dict[str, Metadata] = {
         neutral={"attention.temperature_scale": (0,)}, derived=latent.mistral4,
     ),
     "nemotron_h_moe": Metadata(
-        "nemotron_h", "qwen3_moe", NEMOTRON_FIELDS, has_positions=False, neutral=OF_SIGMOID,
-        derived=derived.nemotron,
+        "nemotron_h", "qwen3_moe", NEMOTRON_FIELDS, {"norm_topk_prob": False},
+        has_positions=False, neutral=OF_SIGMOID, derived=derived.nemotron,
     ),
     "olmoe": Metadata(
         "olmoe", "qwen2_moe",

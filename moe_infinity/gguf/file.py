@@ -101,8 +101,14 @@ class GgufModel:
         has_them = f"blk.{num_layers}.nextn.eh_proj.weight" in self.tensors
         if self.architecture == "deepseek4" and num_blocks == self.num_blocks and not has_them:
             return self.num_blocks
+        has_ahead = any(".nextn." in name for name in self.tensors)
+        if num_blocks < self.num_blocks and not has_ahead:
+            raise CheckpointError(
+                f"{self.files[0]}: {self.architecture}.block_count is {num_blocks}, but "
+                f"{self.num_blocks} layers have tensors"
+            )
         if not 0 < num_layers <= self.num_blocks:
-            is_draft = not self.num_blocks and any(".nextn." in name for name in self.tensors)
+            is_draft = not self.num_blocks and has_ahead
             hint = "\nhint: this is the draft of another file: open that one" if is_draft else ""
             raise CheckpointError(
                 f"{self.files[0]}: {self.num_blocks} of {num_layers} layers have tensors{hint}"

@@ -40,6 +40,11 @@ def deepseek2(gguf: GgufModel) -> dict[str, Any]:
     files with this name compute as V3 does.
     """
     is_v3 = has_tensor(gguf, "exp_probs_b.bias") or gguf.value("expert_gating_func") == 2
+    if is_v3 and gguf.value("expert_gating_func") == 1:
+        raise UnsupportedModelError(
+            f"{gguf.files[0]}: deepseek2.expert_gating_func is 1, a softmax, but its scores are "
+            f"corrected by a bias: no class of transformers has that\n{WITH_CONFIG}"
+        )
     has_groups = gguf.value("expert_group_count", 1) > 1
     if not is_v3 and gguf.value("expert_weights_norm"):
         raise UnsupportedModelError(

@@ -344,11 +344,11 @@ class Names:
         return self._file.tensors[found[0]]
 
     def refuse_unused(self) -> None:
-        """Layers after the last are those that predict more than one token ahead."""
+        """Layers after the file's last are those that predict more than one token ahead."""
         ahead = 0
         for name in sorted(self._unused):
             block = re.match(r"blk\.(\d+)\.", name)
-            if block is not None and int(block[1]) >= self._num_layers:
+            if block is not None and int(block[1]) >= self._file.num_layers:
                 ahead += 1
                 continue
             # The config says how positions are scaled.

@@ -77,10 +77,28 @@ def two_ropes(
     }
 
 
+def require_one_base(gguf: GgufModel) -> None:
+    """Raise UnsupportedModelError if layers with a window have a base of their own, for which the
+    class in transformers has no place.
+    """
+    theta = gguf.value("rope.freq_base", 1e4)
+    theta_swa = gguf.value("rope.freq_base_swa", theta)
+    if theta_swa != theta:
+        raise UnsupportedModelError(
+            f"{gguf.files[0]}: {gguf.architecture}.rope.freq_base_swa is {theta_swa!r:.40}, but "
+            f"all layers of such a model have one base, {theta!r:.40}"
+        )
+
+
 def proportional_rope(gguf: GgufModel) -> dict[str, Any]:
     """rope_parameters of Gemma 4's layers without a window. Its converter gives pairs of columns
     that are not rotated a factor that no position reaches. Raises UnsupportedModelError.
     """
+    kind, _ = _kind_and_factor(gguf)
+    if kind != "none":
+        raise UnsupportedModelError(
+            f"{gguf.files[0]}: positions of Gemma 4 that are scaled by {kind!r}\n{WITH_CONFIG}"
+        )
     factors = gguf.numbers(FACTORS) if FACTORS in gguf.tensors else np.ones(1, np.float32)
     num_rotated = 0 if factors is None else int((factors == 1).sum())
     if factors is None or num_rotated == 0 or (factors[num_rotated:] < UNREACHED).any():

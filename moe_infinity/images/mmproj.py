@@ -78,8 +78,9 @@ class Mmproj:
 
 def find_mmproj(checkpoint: str, named: str | Path | None) -> Path | None:
     """The file with the vision part of a GGUF model: the one that a user named, or the only one
-    beside the model with "mmproj" in its name. None if there is none or several. Raises ConfigError
-    for one that is named for another model, CheckpointError for one that is not there.
+    beside the model, or in the folder that was named, with "mmproj" in its name. None if there is
+    none or several. Raises ConfigError for one that is named for another model, CheckpointError for
+    one that is not there.
     """
     model = find_gguf(checkpoint)
     if model is None:
@@ -91,7 +92,10 @@ def find_mmproj(checkpoint: str, named: str | Path | None) -> Path | None:
         if not path.is_file():
             raise CheckpointError(f"{path}: no such file")
         return path
-    beside = sorted(path for path in model.parent.glob("*.gguf") if MMPROJ.search(path.name))
+    named_folder = expanded(checkpoint)  # the model may be one level below
+    folders = {model.parent, named_folder if named_folder.is_dir() else model.parent}
+    files = [path for folder in folders for path in folder.glob("*.gguf")]
+    beside = sorted(path for path in files if MMPROJ.search(path.name))
     if len(beside) > 1:
         logger.info("%s: %d mmproj files, --mmproj names one of them", model.parent, len(beside))
     return beside[0] if len(beside) == 1 else None

@@ -296,7 +296,9 @@ class Engine:
                 self._passes.keep_blocks_short()
             self._decode()
             if (beside := self._prefilling.next_beside()) is not None:
-                self._prefill(beside)
+                self._prefill(beside)  # which may have set the blocks of its own
+                if self._decoding:
+                    self._passes.keep_blocks_short()
                 self._decode()
 
     def _begins_anew(self, sequence: Running) -> bool:

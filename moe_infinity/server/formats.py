@@ -19,6 +19,7 @@ THINK = ("<think>", "</think>")
 CALL_WITH_NAME = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
 CALL_IN_LIST = {"type": "function", "function": {"name": "{name}", "arguments": "{arguments}"}}
 GEMMA_JSON = "json-of-gemma"
+MISTRAL_JSON = "json-of-mistral"
 GEMMA_STRING = re.compile(r'<\|"\|>(.*?)<\|"\|>|"(?:\\.|[^"\\])*"', re.DOTALL)
 BARE_KEY = re.compile(r'(?<=[{,])\s*([^\s\0"{}\[\],:](?:[^\0"{}\[\],:]*[^\s\0"{}\[\],:])?)\s*:')
 THINKING = {"open": THINK[0], "close": THINK[1], "content": "text"}
@@ -100,8 +101,17 @@ def json_of_gemma(text: str, args: Any) -> Any:
     return json.loads(re.sub("\0(\\d+)\0", lambda match: strings[int(match[1])], quoted))
 
 
+def json_of_mistral(text: str, args: Any) -> Any:
+    """Parse a list of calls, or one, and leave out what the model wrote behind it: nothing but the
+    end of the answer closes it. Raises ValueError.
+    """
+    found, _ = json.JSONDecoder().raw_decode(text.lstrip())
+    return found if isinstance(found, list) else [found]
+
+
 # transformers' own quotes keys of letters only, and "Content-Type" is none.
 CONTENT_PARSERS[GEMMA_JSON] = json_of_gemma
+CONTENT_PARSERS[MISTRAL_JSON] = json_of_mistral
 CHATML = "<|im_start|>assistant\n"
 HERMES = in_json('<tool_call>\n{"name": "NAME", "arguments": ', "}\n</tool_call>")
 DEEPSEEK = template(  # the names between bars of V3, and of V3.1
@@ -326,7 +336,7 @@ FAMILIES: tuple[Family, ...] = (
         read=template(
             "[/INST]",
             {
-                "open_pattern": r"\s*\[TOOL_CALLS\]\s*", "close": "</s>", "content": "json",
+                "open_pattern": r"\s*\[TOOL_CALLS\]\s*", "close": "</s>", "content": MISTRAL_JSON,
                 "transform": CALL_IN_LIST, "transform_each": True,
             },
             thinking=None,
@@ -341,29 +351,42 @@ FAMILIES: tuple[Family, ...] = (
     ),
 )  # fmt: skip
 # Models that are told in our words how calls are written, since their chat template shows no tools.
+TOLD_CALLS = {
+    "open_pattern": r"\s*<tool_call>", "close": "</tool_call>", "repeats": True,
+    "content": "json", "transform": {"type": "function", "function": "{content}"},
+}  # fmt: skip
 TOLD = Family(
     written=HERMES,
     read={
         # The end of the prompt, or what begins a thought there.
         "start_anchor_pattern": r"(?=<think>\s*\Z)|(?<!\s)(?<!<think>)(?=\s*\Z)",
         "fields": {
-            "thinking": THINKING,
-            "content": {"content": "text"},
-            "tool_calls": {
-                "open_pattern": r"\s*<tool_call>", "close": "</tool_call>", "repeats": True,
-                "content": "json", "transform": {"type": "function", "function": "{content}"},
-            },
+            "thinking": THINKING, "content": {"content": "text"}, "tool_calls": TOLD_CALLS,
         },
     },
 )  # fmt: skip
 
 
+def with_told_calls(spec: dict[str, Any] | None) -> Any:
+    """Return a response template, or ours where there is none, with calls as models are told."""
+    if spec is None:
+        return TOLD.read
+    return spec | {"fields": spec["fields"] | {"tool_calls": TOLD_CALLS}}
+
+
 def family_of(model_type: str, chat_template: str) -> Family | None:
-    """None for a model whose format is not known."""
+    """None for a model whose format is not known. A chat template without tools and without what
+    begins an answer of a kind is of another's making, as ChatML is for Mixtral.
+    """
     for family in FAMILIES:
         if family.marks and all(mark in chat_template for mark in family.marks):
             return family
-    return next((family for family in FAMILIES if model_type in family.kinds), None)
+    found = next((family for family in FAMILIES if model_type in family.kinds), None)
+    if found is None or found.read is None or not chat_template or shows_tools(chat_template):
+        return found
+    anchors = found.read["start_anchor"]
+    begins = [anchors] if isinstance(anchors, str) else anchors
+    return found if any(each.strip() in chat_template for each in begins) else None
 
 
 def shows_tools(chat_template: object) -> bool:

@@ -30,6 +30,7 @@ from moe_infinity.server.formats import (
     Family,
     family_of,
     shows_tools,
+    with_told_calls,
 )
 from moe_infinity.server.response_templates import (
     THOUGHTS,
@@ -95,9 +96,9 @@ class MessageFormat:
             spec = family.read
         if spec is None:
             spec = get_response_template(tokenizer, model)
-        if spec is None and template and not shows_tools(template):
+        if family is None and template and not shows_tools(template):
             family = TOLD
-            spec = TOLD.read
+            spec = with_told_calls(spec)
         if spec is not None:
             load_response_template(spec)
             spec = spec | {"fields": quick_to_scan(spec["fields"])}
@@ -305,8 +306,9 @@ class MessageReader:
             return []
         if is_cut or not self._newest.endswith(self._close):
             events = [event for event in events if event["field"] != "tool_calls"]
-        if is_cut and has_calls:  # the next may have begun
-            events = [event for event in events if not self._begins_call(event)]
+        if has_calls:  # what follows may be the next, or nothing
+            is_none = self._begins_call if is_cut else is_blank
+            events = [event for event in events if not is_none(event)]
         return [self._before_marks(event) for event in events]
 
     def _begins_call(self, event: dict[str, Any]) -> bool:
@@ -355,6 +357,11 @@ class MessageReader:
             if has_room:
                 name = required_name(function["name"])
                 new.calls.append(ToolCall(name, arguments, f"call_{uuid.uuid4().hex[:24]}"))
+
+
+def is_blank(event: Mapping[str, Any]) -> bool:
+    """True for text without any letter."""
+    return "text" in event and not event["text"].strip()
 
 
 def required_name(name: Any) -> str:

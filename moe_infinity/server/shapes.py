@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from itertools import count, groupby
 from typing import Any
 
+from moe_infinity.server.bodies import without_lone_surrogates
 from moe_infinity.server.declared import text_of_calls
 from moe_infinity.server.formats import HERMES, CallForm
 
@@ -63,7 +64,7 @@ def shaped(messages: Messages, forms: Forms) -> Messages:
 def object_of(arguments: str) -> dict[str, Any]:
     """Return the arguments of a call as an object. What is none becomes its only value."""
     try:
-        values = json.loads(arguments or "{}")
+        values = json.loads(without_lone_surrogates(arguments.encode()) or "{}")
     except (ValueError, RecursionError):
         values = arguments
     return values if isinstance(values, dict) else {"arguments": values}

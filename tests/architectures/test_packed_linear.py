@@ -78,6 +78,8 @@ def test_a_weight_that_is_loaded_is_an_error_and_a_bias_is_not(kind: str):
     layer.load_state_dict({"0.bias": torch.ones(3)})
     expected = WEIGHT.sum(dim=1) + 1
     assert torch.equal(layer(torch.ones(4)), expected)
+    layer[0].bias = nn.Parameter(torch.full((3,), 2.0))
+    assert torch.equal(layer(torch.ones(4)), expected + 1)
 
 
 @pytest.mark.parametrize("kind", ["packed", "reordered"])

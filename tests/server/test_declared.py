@@ -87,6 +87,71 @@ def test_what_is_told_is_what_is_read(name):
     assert shown(reader.message)[2] == [("weather", arguments)]
 
 
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "<|im_start|>assistant\n"
+)
+ASSISTANT = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n\n{% endfor %}Assistant:"
+
+
+def format_of(kind: str, template: str, **fields: Any) -> Any:
+    plain: Any = Plain(kind)
+    plain.chat_template = template
+    vars(plain).update(fields)
+    return MessageFormat(plain, plain)
+
+
+def read(format: Any, prompt: str, text: str) -> Any:
+    reader = format.reader(list(map(ord, prompt)), [WEATHER], max_calls=None)
+    for letter in text:
+        reader.add(letter, is_last=False)
+    reader.add("", is_last=True)
+    return shown(reader.message)
+
+
+@pytest.mark.parametrize(("kind", "template"), [("mixtral", CHATML), ("deepseek_v2", ASSISTANT)])
+def test_a_template_of_anothers_making_is_told_and_read_in_the_same_form(kind, template):
+    """As of Mixtrals that were trained with ChatML: all of their answers were lost."""
+    format = format_of(kind, template)
+    prompt = ChatTemplate(tokenizer_with(template), format.call_form).text([USER], [WEATHER])
+    assert "<tool_call>" in prompt
+    assert read(format, prompt, "Hello.") == ("Hello.", "", [])
+    called = read(format, prompt, HERMES_CALL + "\n")
+    assert called == ("", "", [("weather", {"city": "Rome", "days": 3})])
+    assert format.reads_calls(list(map(ord, prompt)), "weather")
+
+
+@pytest.mark.parametrize("behind", ["", "\n", "\n\nI will look [this] up.", "</s>"])
+@pytest.mark.parametrize("is_list", [True, False])
+def test_text_behind_a_call_of_mixtral_does_not_lose_it(behind, is_list):
+    call = '{"name": "weather", "arguments": {"city": "Rome"}}'
+    text = f"[TOOL_CALLS] {f'[{call}]' if is_list else call}{behind}"
+    found = read(format_of("mixtral", ""), "<s>[INST] hi [/INST]", text)
+    assert found == ("", "", [("weather", {"city": "Rome"})])
+    half = read(format_of("mixtral", ""), "<s>[INST] hi [/INST]", text[:40])
+    assert half == ("", "", [])
+
+
+def test_a_checkpoints_own_way_to_read_answers_gets_calls_as_they_are_told():
+    thinking = {"open": "<hm>", "close": "</hm>", "content": "text"}
+    spec = {
+        "start_anchor": "assistant:",
+        "fields": {"thinking": thinking, "content": {"content": "text"}},
+    }
+    format = format_of("olmoe", EACH + BEGIN, response_template=spec)
+    found = read(format, "user: hi\nassistant:", f"<hm>so</hm>Well.{HERMES_CALL}")
+    assert found == ("Well.", "so", [("weather", {"city": "Rome", "days": 3})])
+
+
+def test_a_letter_that_was_cut_in_earlier_arguments_is_replaced():
+    function = {"name": "weather", "arguments": '{"city": "\\ud83d"}'}
+    call = {"id": "a", "type": "function", "function": function}
+    calling = {"role": "assistant", "content": "", "tool_calls": [call]}
+    text = ChatTemplate(tokenizer_with(EACH + BEGIN)).text([USER, calling, RESULT], [WEATHER])
+    assert '{"city": "\ufffd"}' in text
+    assert text.encode()
+
+
 # kinds that nobody has said anything of
 
 
