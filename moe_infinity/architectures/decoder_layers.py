@@ -256,7 +256,7 @@ class KnownRouting:
 
     def connect(self) -> None:
         """Note what the router is like, with all that we change of it."""
-        self._state = ModuleState([self._module])
+        self._state = ModuleState((), around=[self._module])
 
     def change(self) -> str | None:
         """Return what is different from when the model was loaded."""
@@ -270,7 +270,7 @@ class KnownRouting:
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         attended = self._attended
         self._attended = None
-        if attended is None or kwargs or len(args) != 1:
+        if attended is None or kwargs or len(args) != 1 or self._module._forward_pre_hooks:
             return self._stock(*args, **kwargs)
         x: Tensor = args[0]
         is_unchanged = self._version is not None and self._version.is_of(attended.normed)
