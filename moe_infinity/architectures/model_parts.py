@@ -33,7 +33,7 @@ class PackedLinear(KeepsStoredWeight, nn.Linear):
         nn.Module.__init__(self)  # without a weight
         self.in_features = linear.in_features
         self.out_features = linear.out_features
-        self.bias = linear.bias
+        self.register_parameter("bias", linear.bias)
         self.packed = packed
         self.dtype = dtype
 

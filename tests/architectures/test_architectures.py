@@ -128,9 +128,9 @@ def test_a_block_asked_with_its_own_residual_answers_with_its_routing(checkpoint
     moe_layer = EngineLayer.__call__
 
     def asked_first(self, x_TD, top_k_index_TK, top_k_weights_TK):
-        router = self._early_router
+        router = self.early_router
         if not router.is_asking:
-            answer = router.ask(self._moe_layer_idx)
+            answer = router.ask(self.moe_layer_idx)
             if answer is not None:
                 answers.append((answer == top_k_index_TK.numpy()).all())
         return moe_layer(self, x_TD, top_k_index_TK, top_k_weights_TK)
