@@ -29,6 +29,8 @@ ERROR_TYPES = {
     503: "overloaded_error",
     504: "timeout_error",
 }
+# Nobody signs thoughts here, but clients leave out those without any signature.
+UNSIGNED = "unsigned"
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
@@ -56,6 +58,7 @@ class MessagesAnswer(ChatAnswer):
             self._add_call(call)
 
     def body(self) -> dict[str, Any]:
+        self._close()
         return self._message() | {"content": self._blocks, **self._stop()}
 
     def first_chunks(self) -> list[str]:
@@ -137,6 +140,9 @@ class MessagesAnswer(ChatAnswer):
 
     def _close(self) -> None:
         if self._is_open:
+            if self._blocks[-1]["type"] == "thinking":
+                self._blocks[-1]["signature"] = UNSIGNED
+                self._add_delta({"type": "signature_delta", "signature": UNSIGNED})
             self._add_event("content_block_stop")
         self._is_open = False
 

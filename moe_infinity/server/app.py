@@ -244,7 +244,10 @@ class Api:
             cards = list(map(self._anthropic_card, names))
             ends = {"first_id": names[0], "last_id": names[-1]}
             return JSONResponse({"data": cards, "has_more": False, **ends})
-        return JSONResponse({"object": "list", "data": list(map(self._model_card, names))})
+        found: dict[str, Any] = {"object": "list", "data": list(map(self._model_card, names))}
+        if "client_version" in request.query_params:  # Codex, which has a catalog of its own
+            found["models"] = []
+        return JSONResponse(found)
 
     async def model(self, request: HttpRequest, name: str) -> Response:
         """Its name and context."""

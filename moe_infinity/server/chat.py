@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from itertools import takewhile
 from typing import Annotated, Any, Literal
 
 from pydantic import AliasChoices, Field, model_validator
@@ -236,11 +237,14 @@ class ChatBody(ReasoningFields, GenerationBody):
 
 def asked_last(messages: Sequence[Message], *, is_continued: bool) -> Iterator[MediaPart]:
     """Yield the parts that are no text of what a user asks last. What was said before is over: a
-    conversation in which another model saw an image can go on.
+    conversation in which another model saw an image can go on. So can one in which a tool gave
+    something: some clients put a file that it read beside its result.
     """
-    for message in reversed(messages[:-1] if is_continued else messages):
-        if message.role == "assistant":
-            return
+    turns = reversed(messages[:-1] if is_continued else messages)
+    last = list(takewhile(lambda message: message.role != "assistant", turns))
+    if any(message.role in ("tool", "function") for message in last):
+        return
+    for message in last:
         parts = message.content if message.role == "user" else None
         for part in parts if isinstance(parts, list) else ():
             if isinstance(part, MediaPart):

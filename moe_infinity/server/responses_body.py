@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, field_validator
 
+from moe_infinity.server.agent_messages import AgentMessage
 from moe_infinity.server.chat import ChatBody, Message, require_readable
 from moe_infinity.server.efforts import ReasoningFields
 from moe_infinity.server.fields import Body, Items, ToolOfType, refused_field, short
@@ -190,7 +191,7 @@ def kind_of(item: Any) -> str:
 KINDS = (
     "message", "function_call", "custom_tool_call", "function_call_output",
     "custom_tool_call_output", "reasoning", "item_reference", "additional_tools",
-    "tool_search_output",
+    "tool_search_output", "agent_message",
 )  # fmt: skip
 InputItem = Annotated[
     Annotated[InputMessage, Tag("message")]
@@ -202,6 +203,7 @@ InputItem = Annotated[
     | Annotated[ItemReference, Tag("item_reference")]
     | Annotated[AdditionalTools, Tag("additional_tools")]
     | Annotated[AdditionalTools, Tag("tool_search_output")]
+    | Annotated[AgentMessage, Tag("agent_message")]
     | Annotated[OtherItem, Tag("other")],
     Discriminator(kind_of),
 ]

@@ -140,6 +140,31 @@ def test_a_tool_may_give_an_image():
         assert "left out" in last["content"]
 
 
+def test_a_file_beside_the_result_of_a_tool_is_left_out():
+    """As Claude Code gives one that was read: no later request of the session was answered."""
+    use = {"type": "tool_use", "id": "c", "name": "Read", "input": {"file_path": "a.pdf"}}
+    result = {"type": "tool_result", "tool_use_id": "c", "content": "PDF file read"}
+    turns = [NEXT, {"role": "assistant", "content": [use]}, of_user(result, PDF), NEXT]
+    for said in (turns[:-1], turns):
+        _, _, tool, beside, *_ = chat_of(MessagesBody, {"messages": said}).messages
+        assert tool.for_template()["content"] == "PDF file read"
+        assert "left out" in beside.for_template()["content"]
+
+
+def test_messages_between_agents_are_a_users():
+    task = [
+        {"type": "input_text", "text": "NEW_TASK: "},
+        {"type": "encrypted_content", "encrypted_content": "Count the lines of a.py"},
+    ]
+    items = [
+        {"type": "agent_message", "id": "m", "author": "/root", "recipient": "/b", "content": task},
+        {"type": "agent_message", "content": [{"encrypted_content": "gAAAAABm"}]},
+        {"type": "agent_message", "content": None},
+    ]
+    (only,) = chat_messages(ResponsesBody.model_validate({"input": items}))
+    assert (only["role"], only["content"]) == ("user", "NEW_TASK: Count the lines of a.py")
+
+
 def test_output_config_is_a_schema_and_an_effort():
     fields = {"messages": SAID, "max_tokens": 1, "thinking": {"type": "adaptive"}}
     structure = {"type": "json_schema", "schema": SCHEMA}

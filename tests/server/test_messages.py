@@ -336,6 +336,7 @@ def test_messages_of_anthropic_have_calls_as_blocks(anthropic_client):
     Message.model_validate(answer.to_dict())
     thinking, text, *uses = answer.content
     assert (thinking.type, thinking.thinking) == ("thinking", reasoning)
+    assert thinking.signature  # else some clients leave the thought out
     assert (text.type, text.text) == ("text", content)
     assert [(use.name, use.input) for use in uses] == calls
     assert (answer.stop_reason, answer.stop_sequence) == ("tool_use", None)
@@ -360,6 +361,9 @@ def test_a_stream_of_anthropic_has_a_block_for_each_part(anthropic_client):
     assert [event.index for event in begun] == [0, 1, 2, 3]
     ended = [event.index for event in events if event.type == "content_block_stop"]
     assert ended == [0, 1, 2, 3]
+    deltas = [event.delta for event in events if event.type == "content_block_delta"]
+    (signed,) = [delta.signature for delta in deltas if delta.type == "signature_delta"]
+    assert signed == whole["content"][0]["signature"] != ""
     for event in events:
         type(event).model_validate(event.to_dict())
     with anthropic_client.messages.stream(**asked) as stream:

@@ -56,6 +56,12 @@ def test_a_route_is_found_however_its_path_is_written(server, path):
         assert answer.status_code == 200, spelling
 
 
+def test_codex_gets_a_list_of_models_that_it_can_read(server):
+    listed = httpx.get(f"{server.url}/v1/models", params={"client_version": "0.154.0"}).json()
+    assert listed["models"] == []
+    assert listed["data"] == httpx.get(f"{server.url}/v1/models").json()["data"]
+
+
 def test_a_path_may_come_with_the_address_before_it(server):
     """As a proxy is asked (RFC 9112, 3.2.2)."""
     host, _, port = server.url.removeprefix("http://").partition(":")
