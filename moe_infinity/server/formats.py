@@ -20,7 +20,8 @@ CALL_WITH_NAME = {"type": "function", "function": {"name": "{name}", "arguments"
 CALL_IN_LIST = {"type": "function", "function": {"name": "{name}", "arguments": "{arguments}"}}
 GEMMA_JSON = "json-of-gemma"
 MISTRAL_JSON = "json-of-mistral"
-GEMMA_STRING = re.compile(r'<\|"\|>(.*?)<\|"\|>|"(?:\\.|[^"\\])*"', re.DOTALL)
+# One that does not end is taken whole, and is no JSON: else each quote in it would be tried.
+GEMMA_STRING = re.compile(r'<\|"\|>(.*?)<\|"\|>|"(?:\\.|[^"\\])*(?:"|\Z)', re.DOTALL)
 BARE_KEY = re.compile(r'(?<=[{,])\s*([^\s\0"{}\[\],:](?:[^\0"{}\[\],:]*[^\s\0"{}\[\],:])?)\s*:')
 THINKING = {"open": THINK[0], "close": THINK[1], "content": "text"}
 
@@ -130,7 +131,7 @@ GLM = template(
     {
         "open_pattern": r"\s*<tool_call>\s*(?P<name>[^\n<]+)",
         "close": "</tool_call>",
-        **in_tags(r"<arg_key>(?P<key>.*?)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>"),
+        **in_tags(r"<arg_key>(?P<key>[^<]*)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>"),
     },
 )
 # The first that fits is taken: by marks, else by kind.
@@ -153,7 +154,8 @@ FAMILIES: tuple[Family, ...] = (
                 "open_pattern": r"\s*(?:<tool_call>\s*)?<function=(?P<name>[^>\n]+)>",
                 "close_pattern": r"</function>\s*</tool_call>",
                 **in_tags(r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)"
-                          r"(?:\n?</parameter>|\s*\Z)"),
+                          # The last spaces are looked at from the first of them only.
+                          r"(?:\n?</parameter>|(?:(?<!\s)|(?<=>)|(?<=>\n))\s*\Z)"),
             },
             close_pattern=r"\s*(?:<\|im_end\|>|<\|endoftext\|>)",
         ),

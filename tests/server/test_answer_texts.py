@@ -66,6 +66,34 @@ def test_a_long_run_of_spaces_takes_time_that_grows_with_its_length(name):
     assert time.perf_counter() - began < 2, "each space was looked at once for each before it"
 
 
+@pytest.mark.parametrize(
+    ("name", "prompt", "text"),
+    [
+        ("qwen3_5", QWEN, f"<tool_call>\n<function=f>\n<parameter=a>\n{30_000 * ' '}x"),
+        ("qwen3_5", QWEN, f"<tool_call>\n<function=f>\n<parameter=a>\nx{60_000 * ' '}"),
+        ("gemma4", "<|turn>model\n", '<|tool_call>call:f{a:"' + 30_000 * '\\"'),
+        ("glm4_moe", "<|assistant|>", "<tool_call>f\n" + 4_000 * "<arg_key>"),
+        ("glm4_moe", "<|assistant|>", "<tool_call>f\n<arg_key>a</arg_key>" + 60_000 * " "),
+    ],
+)
+@pytest.mark.parametrize("is_cut", [True, False])
+def test_a_call_that_does_not_end_takes_time_that_grows_with_its_length(name, prompt, text, is_cut):
+    began = time.perf_counter()
+    reader = reader_of(name, prompt)
+    reader.add(text, is_last=False)
+    reader.add("", is_last=True, is_cut=is_cut)
+    assert time.perf_counter() - began < 2, "each space or mark was looked at once for each other"
+
+
+@pytest.mark.parametrize("end", ["", " ", "\n", " \n \n", "\n</parameter>\n"])
+@pytest.mark.parametrize("value", ["Rome", "a > b", "", "a\n  b"])
+def test_the_last_argument_may_lack_its_end(value, end):
+    text = f"<tool_call>\n<function=f>\n<parameter=a>\n{value}{end}</function>\n</tool_call>"
+    reader = reader_of("qwen3_5", QWEN)
+    reader.add(text, is_last=True)
+    assert shown(reader.message)[2] == [("f", {"a": value})]
+
+
 KIMI_BEGINS = "<|im_assistant|>assistant<|im_middle|>"
 KIMI = "<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0"
 KIMI += f"<|tool_call_argument_begin|>{JSON}<|tool_call_end|><|tool_calls_section_end|>"
