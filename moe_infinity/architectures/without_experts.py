@@ -8,7 +8,7 @@ that one input chose would stay chosen.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial, wraps
 from threading import RLock
 from typing import Any, NoReturn
@@ -113,7 +113,7 @@ def refuse_graphs() -> None:
 
 
 def refuse_what_needs_experts(
-    model: PreTrainedModel, layers: Iterable[ExpertsModule], *, checkpoint: str, lock: RLock
+    model: PreTrainedModel, layers: Sequence[ExpertsModule], *, checkpoint: str, lock: RLock
 ) -> None:
     """Let `model`, the models inside it and its experts modules refuse what they cannot do. Each
     model runs with `lock`: kernels keep what they know of a step.
@@ -149,7 +149,7 @@ def _apply_in_place(
 
 
 def _refuse_keys(
-    left_out: Iterable[str], path: str, _: Any, state: Mapping[str, Any], prefix: str, *__: Any
+    left_out: Sequence[str], path: str, _: Any, state: Mapping[str, Any], prefix: str, *__: Any
 ) -> None:
     for name in left_out:
         key = prefix + name.removeprefix(path).removeprefix(".")

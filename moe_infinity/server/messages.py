@@ -360,7 +360,7 @@ class MessageReader:
 
 
 def is_blank(event: Mapping[str, Any]) -> bool:
-    """True for text without any letter."""
+    """True for text that is nothing but white space."""
     return "text" in event and not event["text"].strip()
 
 
